@@ -42,7 +42,7 @@ READ_THE_SOURCE = (
 ASK_STORES = (
     *("tests/storage/", "tests/data/test_listing.py", "tests/dataprep/test_write_shards.py"),
     "tests/dataprep/test_convert.py",
-    *("tests/train/checkpointing/test_store_faults.py", "tests/train/test_cached_shards.py"),
+    *("tests/train/checkpointing/test_store_faults.py", "tests/train/test_exactly_once.py"),
     "tests/test_secrets_written.py",
 )
 # Each process with one of these has `kubectl` make the manifests, half a second each.

@@ -6,9 +6,7 @@ import copy
 import os
 import random
 import time
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +19,7 @@ from elastic_dp.train.local_run import LocalRun
 from tests.patience import eventually
 
 
-def hold(ctx: Any, step: Any) -> None:
+def hold(ctx, step):
     """In the bodies of the steps named in ctx.config["hold"] (0: all), wait until the group has
     that size; in those named in ctx.config["gates"], until that file is there; in all, while there
     is the file ctx.config["pause"], for what is told meanwhile.
@@ -38,7 +36,7 @@ def hold(ctx: Any, step: Any) -> None:
     # What the first process of a worker has heard of a stop counts: it is agreed at a loop head.
     changes = [control._over, lambda: control._planned, lambda: control._stop]
 
-    def wait_for(condition: Callable[[], Any]) -> None:
+    def wait_for(condition):
         eventually(lambda: control.agreed(bool(condition())))  # all processes of a worker together
 
     if size:
@@ -55,34 +53,32 @@ def hold(ctx: Any, step: Any) -> None:
     time.sleep(ctx.config.get("body_s", 0.0))
 
 
-def classifier(x: int = 16) -> nn.Module:
+def classifier(x=16):
     return nn.Sequential(
         nn.Linear(x, 32), nn.LayerNorm(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4)
     )
 
 
-def cross_entropy(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def cross_entropy(model, batch):
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
-def loop(
-    ctx: Any, model: nn.Module, optimizer: Any, loss_fn: Any = cross_entropy, **options: Any
-) -> None:
+def loop(ctx, model, optimizer, loss_fn=cross_entropy, **options):
     made = objects_of(model, optimizer)
     for step in ctx.steps(model, optimizer, loss_fn, **options):
         assert objects_of(model, optimizer) == made
         hold(ctx, step)
 
 
-def training(make: Callable[[], nn.Module]) -> Callable[..., None]:
-    def train(ctx: Any) -> None:
+def training(make):
+    def train(ctx):
         model = make()
         loop(ctx, model, adamw(model))
 
     return train
 
 
-def classify(ctx: Any, loss_fn: Any = cross_entropy, **options: Any) -> None:
+def classify(ctx, loss_fn=cross_entropy, **options):
     model = classifier()
     loop(ctx, model, adamw(model), loss_fn, **options)
 
@@ -90,31 +86,31 @@ def classify(ctx: Any, loss_fn: Any = cross_entropy, **options: Any) -> None:
 class Kept:
     """An object of `state=` that keeps a value."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value):
         self.value = value
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"value": self.value}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.value = state["value"]
 
 
-def objects_of(model: nn.Module, optimizer: Any) -> list[int]:
+def objects_of(model, optimizer):
     """What the user made: it stays the same objects in all generations."""
     grouped = [p for group in optimizer.param_groups for p in group["params"]]
     return list(map(id, [*model.modules(), *model.parameters(), *model.buffers(), *grouped]))
 
 
-def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
+def adamw(model, **options):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
 
 
-def in_small_buckets(train: Callable[..., None]) -> Callable[..., None]:
+def in_small_buckets(train):
     """In a process of its own: gradients go in many collectives, as those of a large model do, and
     the points "sent" and "gather" are passed between any two of them, too."""
 
-    def cut(ctx: Any) -> None:
+    def cut(ctx):
         for limit in ("UNCUT", "FIRST_BUCKET", "LAST_BUCKET", "BUCKET"):
             setattr(gradient_buckets, f"{limit}_BYTES", 256)
         session = ctx._session
@@ -128,8 +124,8 @@ def in_small_buckets(train: Callable[..., None]) -> Callable[..., None]:
     return cut
 
 
-def _passing(point: str, session: Any, method: Any) -> Any:
-    def passes(exchange: BucketReduction) -> Any:
+def _passing(point, session, method):
+    def passes(exchange):
         if exchange.bucket.first:
             session.pass_point(point, session.position.step + 1)
         return method(exchange)
@@ -137,23 +133,20 @@ def _passing(point: str, session: Any, method: Any) -> Any:
     return passes
 
 
-# ----------------------------------------------------------------------------------------- the zoo
-
-
-def plain(ctx: Any) -> None:
+def plain(ctx):
     model = classifier()
     optimizer = adamw(model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
     loop(ctx, model, optimizer, scheduler=scheduler, clip_norm=0.5)
 
 
-def seventeen(ctx: Any) -> None:
+def seventeen(ctx):
     """Columns, and no step between the data and the first matrix product."""
     model = classifier(17)
     loop(ctx, model, adamw(model))
 
 
-def batch_norm(ctx: Any) -> None:
+def batch_norm(ctx):
     model = nn.Sequential(
         nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4)
     )
@@ -161,22 +154,22 @@ def batch_norm(ctx: Any) -> None:
 
 
 class Tied(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
         self.second.weight = self.first.weight
         self.head = nn.Linear(16, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
-def autocast_fp16(ctx: Any) -> None:
+def autocast_fp16(ctx):
     """With a loss scale. Some losses are so large that the scaled gradient overflows: those steps
     change nothing."""
     model = classifier()
 
-    def loss_fn(m: Any, batch: Any) -> torch.Tensor:
+    def loss_fn(m, batch):
         loss = cross_entropy(m, batch)
         return loss * 1e4 if int(batch["i"].sum()) % 7 == 0 else loss
 
@@ -187,26 +180,26 @@ def autocast_fp16(ctx: Any) -> None:
 class Checkpointed(nn.Module):
     """Tied weights under activation checkpointing: with the reentrant kind, hooks fire twice."""
 
-    def __init__(self, reentrant: bool) -> None:
+    def __init__(self, reentrant):
         super().__init__()
         self.body = Tied()
         self.reentrant = reentrant
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = x.requires_grad_()
         x = checkpoint(lambda y: torch.tanh(self.body.first(y)), x, use_reentrant=self.reentrant)
         x = checkpoint(lambda y: torch.tanh(self.body.second(y)), x, use_reentrant=self.reentrant)
         return self.body.head(F.dropout(x, 0.1, self.training))
 
 
-def frozen_and_unused(ctx: Any) -> None:
+def frozen_and_unused(ctx):
     model = nn.ModuleDict(
         {"net": classifier(), "unused": nn.Linear(3, 3), "frozen": nn.Linear(16, 16)}
     )
     model["frozen"].requires_grad_(False)
     optimizer = adamw(model, weight_decay=0.1)
 
-    def loss_fn(m: Any, batch: Any) -> torch.Tensor:
+    def loss_fn(m, batch):
         return F.cross_entropy(m["net"](m["frozen"](batch["x"])), batch["y"])
 
     for step in ctx.steps(model, optimizer, loss_fn):
@@ -215,11 +208,11 @@ def frozen_and_unused(ctx: Any) -> None:
         hold(ctx, step)
 
 
-def branching(ctx: Any) -> None:
+def branching(ctx):
     """A branch that some micro-batches take and others do not."""
     model = nn.ModuleDict({"net": classifier(), "rare": nn.Linear(16, 4)})
 
-    def loss_fn(m: Any, batch: Any) -> torch.Tensor:
+    def loss_fn(m, batch):
         out = m["net"](batch["x"])
         if int(batch["i"].sum()) % 3 == 0:
             out = out + m["rare"](batch["x"])
@@ -228,7 +221,7 @@ def branching(ctx: Any) -> None:
     loop(ctx, model, adamw(model), loss_fn)
 
 
-def groups(ctx: Any) -> None:
+def groups(ctx):
     model = classifier()
     decay = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
@@ -239,36 +232,36 @@ def groups(ctx: Any) -> None:
 
 
 class Convolution(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(3, 8, 3, padding=1)
         self.norm = nn.BatchNorm2d(8)
         self.head = nn.Linear(8, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = x.to(memory_format=torch.channels_last)
         return self.head(F.relu(self.norm(self.conv(x))).mean((2, 3)))
 
 
-def bf16_parameters(ctx: Any) -> None:
+def bf16_parameters(ctx):
     model = classifier().to(torch.bfloat16)
 
-    def loss_fn(m: Any, batch: Any) -> torch.Tensor:
+    def loss_fn(m, batch):
         return F.cross_entropy(m(batch["x"].bfloat16()).float(), batch["y"])
 
     loop(ctx, model, adamw(model), loss_fn)
 
 
-def fused(ctx: Any) -> None:
+def fused(ctx):
     model = classifier()
     loop(ctx, model, adamw(model, fused=True))
 
 
-def lazy_optimizer_state(ctx: Any) -> None:
+def lazy_optimizer_state(ctx):
     """Momentum buffers that do not exist before the first step that uses each parameter."""
     model = nn.ModuleDict({"net": classifier(), "late": nn.Linear(16, 4)})
 
-    def loss_fn(m: Any, batch: Any) -> torch.Tensor:
+    def loss_fn(m, batch):
         out = m["net"](batch["x"])
         if ctx._session.position.step >= 5:
             out = out + m["late"](batch["x"])
@@ -281,14 +274,14 @@ class Counting(torch.optim.Optimizer):
     """Keeps a count beside the state of parameters, once more in an attribute, and a list in its
     groups."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.05, "history": [0]})
         self.state["global"]["count"] = torch.zeros(())
         self.state["calls"] = 0
         self.last = {"calls": [0]}
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:
         self.state["global"]["count"] += 1
         self.state["calls"] += 1
         self.last["calls"][0] += 1
@@ -302,12 +295,12 @@ class Counting(torch.optim.Optimizer):
                     )
 
 
-def optimizer_with_a_state_of_its_own(ctx: Any) -> None:
+def optimizer_with_a_state_of_its_own(ctx):
     model = classifier()
     loop(ctx, model, Counting(model.parameters()))
 
 
-def scheduler_in_the_body(ctx: Any) -> None:
+def scheduler_in_the_body(ctx):
     """Each body steps the scheduler twice, and writes into a list that it holds."""
     model = classifier()
     optimizer = adamw(model)
@@ -322,22 +315,22 @@ def scheduler_in_the_body(ctx: Any) -> None:
 class Average:
     """An exponential moving average of the weights, kept in the loop's body."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         self.model = copy.deepcopy(model).requires_grad_(False)
 
     @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
+    def update(self, model):
         for mine, p in zip(self.model.parameters(), model.parameters(), strict=True):
             mine.lerp_(p, 0.1)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return self.model.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.model.load_state_dict(state)
 
 
-def average_and_plateau(ctx: Any) -> None:
+def average_and_plateau(ctx):
     """An EMA and a plateau scheduler in the body: each body must run exactly once in every worker.
 
     The average enters the loss, so a body run twice, or not at all, changes the final weights.
@@ -347,7 +340,7 @@ def average_and_plateau(ctx: Any) -> None:
     average = Average(model)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.7)
 
-    def loss_fn(m: Any, batch: Any) -> torch.Tensor:
+    def loss_fn(m, batch):
         with torch.no_grad():
             teacher = average.model.eval()(batch["x"])
         out = m(batch["x"])
@@ -367,7 +360,7 @@ def average_and_plateau(ctx: Any) -> None:
         hold(ctx, step)
 
 
-def evaluates_after_the_loop(ctx: Any) -> None:
+def evaluates_after_the_loop(ctx):
     """Evaluates in the last body as in all others, and twice more behind the loop."""
     model = classifier()
     for step in ctx.steps(model, adamw(model), cross_entropy):
@@ -380,11 +373,11 @@ def evaluates_after_the_loop(ctx: Any) -> None:
         ctx.log({f"final_{weight}": result["eval_loss"]})
 
 
-def zero_weights(ctx: Any) -> None:
+def zero_weights(ctx):
     """Some micro-batches weigh nothing, and their loss is not a number."""
     model = classifier()
 
-    def loss_fn(m: Any, batch: Any) -> Any:
+    def loss_fn(m, batch):
         weight = int(batch["i"].sum()) % 4
         loss = F.cross_entropy(m(batch["x"]), batch["y"])
         return loss if weight else loss * float("nan"), weight, {"weight": weight}
@@ -392,12 +385,12 @@ def zero_weights(ctx: Any) -> None:
     loop(ctx, model, adamw(model), loss_fn)
 
 
-def compiled(ctx: Any) -> None:
+def compiled(ctx):
     model = torch.compile(classifier(), backend=ctx.config.get("backend", "inductor"))
     loop(ctx, model, adamw(model))
 
 
-def clipped_average_norm(ctx: Any) -> None:
+def clipped_average_norm(ctx):
     """Reads the lazily computed gradient norm in the body, and logs it. No body sees the gradients
     themselves."""
     model = classifier()

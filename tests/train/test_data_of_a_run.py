@@ -1,12 +1,10 @@
 """What a run makes of its data: the same bits from processes for any number of workers, and no
-other data set on its second start."""
-
-from __future__ import annotations
+other data set on its second start. A worker that trains for long keeps few data sets of
+evaluations. An evaluation leaves the model as the body has it."""
 
 import random
+import types
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,13 +13,14 @@ import pytest
 import torch
 
 from elastic_dp import DataConfig, MapStyleData
-from elastic_dp.errors import RunMismatch
+from elastic_dp.errors import LoopError, RunMismatch
+from elastic_dp.train import context
 from elastic_dp.train.fault_injection import WorkerFault
-from tests.runs import fit, group, local, spec_of
-from tests.train.jobs import classify, loop
+from tests.runs import Points, fit, group, local, spec_of, texts_of
+from tests.train.jobs import adamw, classifier, classify, cross_entropy, loop
 
 
-def write(folder: Path, shard: int, rows: int = 96) -> None:
+def write(folder, shard, rows=96):
     x = np.random.default_rng(shard).standard_normal((rows, 16)).astype(np.float32)
     column = pa.FixedSizeListArray.from_arrays(x.ravel(), 16)
     table = pa.table({"x": column, "y": x[:, :4].argmax(axis=1)})
@@ -29,14 +28,14 @@ def write(folder: Path, shard: int, rows: int = 96) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (folder := tmp_path / "data").mkdir()
     for shard in range(3):
         write(folder, shard)
     return folder
 
 
-def jitter(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def jitter(batch):
     """Draws as torchvision and albumentations do, from the generators that all threads share."""
     noise = random.gauss(0, 0.1) + np.random.randn(16) / 10 + torch.randn(16).numpy() / 10
     return batch | {"x": (batch["x"] + noise).astype(np.float32)}
@@ -46,7 +45,7 @@ train = partial(classify, clip_norm=1.0)
 
 
 def test_a_transform_in_processes_gives_the_same_bits_for_any_number_of_workers(folder):
-    def job(workers: int, **options: Any) -> Any:
+    def job(workers, **options):
         data = DataConfig(str(folder), micro_batch_size=4, transform=jitter, workers=workers)
         return spec_of(steps=16, workers=2, min_workers=2, virtual=4, data=data, **options)
 
@@ -76,7 +75,7 @@ NUMBERS = [{"x": torch.full((4,), float(i))} for i in range(64)]
 OTHERS = [{"x": row["x"] + 1} for row in NUMBERS]
 
 
-def half(seed: int) -> Any:
+def half(seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.utils.data.random_split(NUMBERS, [32, 32], generator)[0]
 
@@ -104,7 +103,69 @@ def test_other_rows_of_a_map_style_dataset_are_refused_at_a_restart(
         assert fit(train_on_x, tmp_path, 4, data=other).step == 4
 
 
-def train_on_x(ctx: Any) -> None:
+def train_on_x(ctx):
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     loop(ctx, model, optimizer, lambda m, batch: m(batch["x"]).square().mean())
+
+
+def test_evaluation_data_that_a_body_makes_each_time_is_opened_once_and_little_of_it_is_kept(
+    monkeypatch,
+):
+    opened = []
+
+    def opens(data, **_):
+        opened.append(data)
+        return len(opened)
+
+    monkeypatch.setattr("elastic_dp.data.open_evaluation", opens)
+    session = types.SimpleNamespace(
+        device=torch.device("cpu"), spec=spec_of(), link=types.SimpleNamespace(say=print)
+    )
+    made = context.TrainContext(session)
+    found = {made._opened(DataConfig("there", micro_batch_size=4)) for _ in range(5)}
+    assert found == {1} and len(opened) == 1
+    kept = MapStyleData(Points(), micro_batch_size=4)
+    assert [made._opened(kept) for _ in range(2)] == [2, 2]
+    for _ in range(100):
+        newest = MapStyleData(Points(), micro_batch_size=4)
+        assert made._opened(newest) == len(opened)
+    assert made._opened(newest) == 102 and len(made._evaluation_data) == context._EVALUATIONS_KEPT
+
+
+def test_evaluation_does_not_undo_what_the_body_has_set():
+    def train(ctx):
+        model = classifier()
+        model.warmth = 1.0
+        for step in ctx.steps(model, adamw(model), lambda m, b: cross_entropy(m, b) * m.warmth):
+            model.warmth = 0.9**step.number
+            ctx.evaluate(cross_entropy, ctx.config["eval"])
+            assert model.warmth == 0.9**step.number
+
+    data = MapStyleData(Points(30), micro_batch_size=8)
+    _, run = group(spec_of(steps=3, workers=1, config={"eval": data}), train)
+    assert any("changes model.warmth (1.0, then 0.9)" in text for text in texts_of(run))
+
+
+@pytest.mark.parametrize("after", [True, False])
+def test_evaluation_keeps_buffers_written_after_the_loop_and_refuses_those_of_a_body(after):
+    data = MapStyleData(Points(30), micro_batch_size=8)
+
+    def train(ctx):
+        model = torch.nn.Sequential(torch.nn.Linear(16, 4), torch.nn.BatchNorm1d(4))
+
+        def write_and_evaluate():  # as torch.optim.swa_utils.update_bn does
+            model[1].running_mean.fill_(7.0)
+            ctx.evaluate(cross_entropy, data)
+            assert model[1].running_mean.eq(7.0).all()
+
+        for _ in ctx.steps(model, adamw(model), cross_entropy):
+            if not after:
+                write_and_evaluate()
+        write_and_evaluate()
+
+    if after:
+        local(spec_of(steps=2), train)
+    else:
+        with pytest.raises(LoopError, match="running_mean"):
+            local(spec_of(steps=2), train)

@@ -8,13 +8,12 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastic_dp.config import CheckpointConfig, JobSpec
-from elastic_dp.coordinator.messages import WorkerId, WorkerLocation
+from elastic_dp.coordinator.messages import WorkerLocation
 from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.runs import formed_of, group, lines_of, local, never_put_off, resize, spec_of
@@ -54,7 +53,7 @@ from tests.train.test_weight_prediction import predicting
 SLOW = pytest.mark.slow
 # The train function, options of the job (and "virtual", the virtual workers), and what ctx.config
 # has. Schedules change at step 6, where workers are killed, or at the one after it.
-STRATEGIES: dict[str, tuple[Callable[..., None], dict[str, Any], dict[str, Any]]] = {
+STRATEGIES = {
     "replicated": (batch_norm, {}, {}),
     "bf16": (logs, {"wire": "bf16"}, {}),
     "int8": (logs, {"wire": "int8"}, {}),
@@ -144,24 +143,24 @@ class Disturbed:
     generations: int | None = None  # exactly
 
 
-def on_nodes(count: int, zones: int = 1) -> Any:
+def on_nodes(count, zones=1):
     """Workers in turn on nodes n0, n1, …, which are in turn in zones z0, z1, …"""
 
-    def location(worker: WorkerId) -> WorkerLocation:
+    def location(worker):
         number = int(worker.removeprefix("w")) % count
         return WorkerLocation(f"n{number}", zone=f"z{number % zones}")
 
     return location
 
 
-def topologies(run: Any) -> list[Any]:
+def topologies(run):
     """Return the topology of each generation, with the sizes in falling order: the node of the
     worker that came first has the first ranks."""
     formed = [line for line in lines_of(run) if line.get("command") == "FormGeneration"]
     return [[sorted(sizes, reverse=True) for sizes in line.get("topology", ())] for line in formed]
 
 
-def of_size(workers: int, folder: Path) -> Disturbed:
+def of_size(workers, folder):
     """11 virtual workers, of which some have fewer rows in the last step of an epoch."""
     options = {"workers": workers, "min_workers": workers, "virtual": 11}
     spec = spec_of(steps=7, rows=200, tail="short", **options)
@@ -169,7 +168,7 @@ def of_size(workers: int, folder: Path) -> Disturbed:
     return Disturbed(spec, cut=cut, generations=1)
 
 
-def resized(folder: Path) -> Disturbed:
+def resized(folder):
     """The third step is the last of an epoch: some virtual workers have no row."""
     sizes = {2: 3, 6: 2}
     config = {"hold": sizes, "body_s": 0.02}
@@ -177,7 +176,7 @@ def resized(folder: Path) -> Disturbed:
     return Disturbed(spec, how={"script": [resize(*one) for one in sizes.items()]})
 
 
-def killed(point: str, ranks: tuple[int, ...], folder: Path) -> Disturbed:
+def killed(point, ranks, folder):
     """In the second micro-batch, where one has the point."""
     nth = 2 if point in ("before_forward", "forward", "backward") else 1
     faults = tuple(
@@ -193,7 +192,7 @@ def killed(point: str, ranks: tuple[int, ...], folder: Path) -> Disturbed:
     return Disturbed(spec, faults, lost, in_small_buckets if point in IN_BUCKETS else lambda t: t)
 
 
-def killed_one_after_the_other(folder: Path) -> Disturbed:
+def killed_one_after_the_other(folder):
     """The second one in the step in which lost micro-batches of the first one run again."""
     first, second = str(folder / "first"), str(folder / "second")
     faults = (
@@ -203,12 +202,12 @@ def killed_one_after_the_other(folder: Path) -> Disturbed:
     return Disturbed(job_of_three(min_workers=1), faults, lost=2)
 
 
-def killed_on_a_device(point: str, folder: Path) -> Disturbed:
+def killed_on_a_device(point, folder):
     made = killed(point, (2,), folder)
     return dataclasses.replace(made, how={"device": SimulatedDevice()})
 
 
-def killed_while_it_grows(folder: Path) -> Disturbed:
+def killed_while_it_grows(folder):
     """On two nodes, in the first step of more virtual workers."""
     config = {"hold": dict.fromkeys(range(1, 5), 3)}
     spec = spec_of(steps=9, virtual={0: 4, 3: 6, 6: 12}, rows=300, config=config)
@@ -216,9 +215,7 @@ def killed_while_it_grows(folder: Path) -> Disturbed:
     return Disturbed(spec, (dead,), lost=1, how={"location": on_nodes(2)})
 
 
-def killed_on_nodes(
-    workers: int, nodes: int, zones: int, topology: Any, device: Any, folder: Path
-) -> Disturbed:
+def killed_on_nodes(workers, nodes, zones, topology, device, folder):
     """The group forms again without the lost worker, and later with its replacement, which runs on
     any of the nodes. The sums finish within a node first."""
     hold = dict.fromkeys(range(1, 6), workers)  # a body waits no longer than for one change
@@ -229,7 +226,7 @@ def killed_on_nodes(
     return Disturbed(spec, (fault,), lost=1, how=how, topology=topology)
 
 
-def zone_lost(folder: Path) -> Disturbed:
+def zone_lost(folder):
     """The two workers of one of two zones. The sums of a zone leave it as one before that."""
     spec = spec_of(steps=8, workers=4, virtual=4, config={"hold": {1: 4, 2: 4, 7: 4}})
     zone = tuple(
@@ -239,7 +236,7 @@ def zone_lost(folder: Path) -> Disturbed:
     return Disturbed(spec, zone, lost=2, how=how, topology=[[2, 2]])
 
 
-def all_lost(folder: Path) -> Disturbed:
+def all_lost(folder):
     """The run goes on from a checkpoint."""
     url, gate = folder / "run", folder / "gate"
     config = {"gates": {6: str(gate)}, "body_s": 0.02}
@@ -248,7 +245,7 @@ def all_lost(folder: Path) -> Disturbed:
     return Disturbed(spec, lost=2, cut=never_put_off, how={"script": script, "url": str(url)})
 
 
-FAULTS: dict[str, Callable[[Path], Disturbed]] = {
+FAULTS = {
     **{f"{n} workers": partial(of_size, n) for n in range(1, 9)},
     "1, 3, 2 workers": resized,
     **{
@@ -295,7 +292,7 @@ SHARDED_BY_ADAM = [x for x in STRATEGIES if x.startswith("sharded") and "buffers
 LOSE_BOTH = ("one after the other", "a zone", *(f"of {ranks}" for ranks in VICTIMS[3:]))
 
 
-def pairs() -> list[Any]:
+def pairs():
     made = [
         (strategy, fault)
         for strategy, fault in itertools.product(STRATEGIES, FAULTS)
@@ -306,18 +303,18 @@ def pairs() -> list[Any]:
     return [pytest.param(*pair, marks=() if pair in IN_CI else SLOW) for pair in made]
 
 
-def job_of(strategy: str, spec: JobSpec) -> tuple[JobSpec, Callable[..., None]]:
+def job_of(strategy, spec):
     train, options, config = STRATEGIES[strategy]
     return with_options(spec, **options, config={**spec.config, **config}), train
 
 
-def with_options(spec: JobSpec, virtual: Any = None, **options: Any) -> JobSpec:
+def with_options(spec, virtual=None, **options):
     if virtual is not None:
         options["scaling"] = dataclasses.replace(spec.scaling, virtual_workers=virtual)
     return dataclasses.replace(spec, **options)
 
 
-def alone_of(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+def alone_of(spec, monkeypatch):
     """What cuts the state of a run into units, where it is sharded, and what runs it alone."""
     if not spec.sharding:
         return lambda train: train, local
@@ -326,20 +323,18 @@ def alone_of(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     return test_sharded_optimizer.in_small_units, test_sharded_optimizer.not_sharded
 
 
-def logged(lines: Any) -> list[Any]:
+def logged(lines):
     """Return what the loop logged. NaN equals NaN."""
     kept = [line for line in lines if "event" not in line and "command" not in line]
     return [repr({k: v for k, v in line.items() if k != "time"}) for line in kept]
 
 
-def test_pairs_in_ci_exist() -> None:
+def test_pairs_in_ci_exist():
     assert {param.values for param in pairs()} >= IN_CI
 
 
 @pytest.mark.parametrize(("strategy", "fault"), pairs())
-def test_disturbed_run_equals_the_plain_one(
-    strategy: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disturbed_run_equals_the_plain_one(strategy, fault, tmp_path, monkeypatch):
     made = FAULTS[fault](tmp_path)
     spec, train = job_of(strategy, made.spec)
     in_units, alone = alone_of(spec, monkeypatch)
@@ -382,7 +377,7 @@ NOT_FOR = {
 ZOO_IN_BUCKETS = ("frozen_and_unused", "branching", "checkpointed_reentrant")
 
 
-def zoo() -> list[Any]:
+def zoo():
     made = [
         *itertools.product(
             ("replicated", "bf16", "int8", "delayed", "sharded AdamW"), ZOO, [False]
@@ -417,7 +412,7 @@ def test_zoo_model_through_changing_sizes_equals_the_plain_run(
     assert logged(lines_of(run)) == logged(calm.logged)
 
 
-def without(strategy: str, option: str, otherwise: Any) -> bool:
+def without(strategy, option, otherwise):
     """Whether the option changes a bit."""
     spec, train = job_of(strategy, spec_of(steps=4, virtual=3))
     plain = dataclasses.replace(spec, **{option: otherwise})
@@ -431,7 +426,7 @@ def test_option_of_a_strategy_changes_the_bits(strategy):
         assert not without(strategy, option, 0 if option == "staleness" else None)
 
 
-def dies(rank: int, nth: int, point: str = "backward", step: int = STEP) -> dict[str, Any]:
+def dies(rank, nth, point="backward", step=STEP):
     return {"rank": rank, "nth": nth, "point": point, "step": step}
 
 

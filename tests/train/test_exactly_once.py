@@ -7,8 +7,6 @@ which another controller goes on. Each forward pass writes down which ids it was
 step and virtual worker, before it goes on.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -19,9 +17,7 @@ import signal
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,13 +25,15 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from elastic_dp.config import CheckpointConfig, DataConfig, JobSpec, ScalingConfig
+from elastic_dp.config import CheckpointConfig, DataConfig, ScalingConfig
 from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested
 from elastic_dp.data import open_data
 from elastic_dp.data.discovery.index import read_index
+from elastic_dp.train.fault_injection import WorkerFault
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import group, local, never_put_off, spec_of
 from tests.storage.servers import s3_options
+from tests.train.jobs import loop
 
 SHARDS, EPOCHS, V, B = 200, 3, 8, 2
 CHECKPOINT_EVERY = 10
@@ -43,7 +41,7 @@ WHOLE_S = 400.0  # for a half, which is dozens of starts of workers
 forkserver = multiprocessing.get_context("forkserver")
 
 
-def shards(put: Callable[[str, bytes], None]) -> int:
+def shards(put):
     """Write shards of 1 to 6 rows in row groups of up to 4; each worker asks for each of them once.
     Returns the number of rows."""
     rng, first = random.Random(0), 0
@@ -57,20 +55,20 @@ def shards(put: Callable[[str, bytes], None]) -> int:
     return first
 
 
-def train(ctx: Any) -> None:
+def train(ctx):
     """Writes a line for each forward pass, and one for each step committed here."""
     model = torch.nn.Linear(1, 1)
     data, dealt = ctx._session.data, [(0, 0)]
     batch_of = data.batch
 
-    def batch(step: int, virtual_worker: int) -> Any:
+    def batch(step, virtual_worker):
         dealt[0] = step, virtual_worker
         return batch_of(step, virtual_worker)
 
     data.batch = batch
     with open(f"{ctx.config['folder']}/{ctx._session.worker}", "w", buffering=1) as log:
 
-        def loss_fn(m: Any, batch: Any) -> torch.Tensor:
+        def loss_fn(m, batch):
             log.write(f"{dealt[0][0]} {json.dumps([dealt[0][1], *batch['id'].tolist()])}\n")
             return m(batch["id"].float()[:, None] / 1000).square().mean()
 
@@ -80,7 +78,7 @@ def train(ctx: Any) -> None:
             hold(ctx, step.number)
 
 
-def hold(ctx: Any, step: int) -> None:
+def hold(ctx, step):
     """Where something is to happen next: until it may, or the group changes."""
     if step in ctx.config["stops"]:
         control, go = ctx._session.control, Path(ctx.config["folder"], f"go-{step}")
@@ -88,13 +86,7 @@ def hold(ctx: Any, step: int) -> None:
         eventually(lambda: go.exists() or any(change() for change in changes))
 
 
-def job(
-    data: DataConfig,
-    folder: Path,
-    body_s: float,
-    stops: Sequence[int] = (),
-    max_steps: int | None = None,
-) -> JobSpec:
+def job(data, folder, body_s, stops=(), max_steps=None):
     folder.mkdir()
     config = {"folder": str(folder), "body_s": body_s, "stops": tuple(stops)}
     return dataclasses.replace(
@@ -109,13 +101,13 @@ def job(
 Batches = dict[tuple[int, int], tuple[int, ...]]  # (step, virtual worker): ids
 
 
-def given(folder: Path) -> tuple[Batches, dict[str, list[int]]]:
+def given(folder):
     """The micro-batches of all forward passes; by worker, the steps it committed.
 
     A pass that was done again, here or elsewhere, was given the same rows.
     """
-    batches: Batches = {}
-    committed: dict[str, list[int]] = {}
+    batches = {}
+    committed = {}
     for file in folder.iterdir():
         for line in file.read_text().splitlines(keepends=True):
             if not line.endswith("\n"):
@@ -131,7 +123,7 @@ def given(folder: Path) -> tuple[Batches, dict[str, list[int]]]:
     return batches, committed
 
 
-# Of S3 the default run has kills in test_cached_shards.py and faults in test_store_faults.py.
+# Of S3 the default run has kills below and faults in test_store_faults.py.
 @pytest.mark.parametrize(
     ("where", "changes"),
     [
@@ -190,21 +182,21 @@ def test_rows_are_trained_on_exactly_once_by_any_number_of_workers(
     assert set(itertools.chain(*committed_after.values())) == set(range(commit + 1, steps + 1))
 
 
-def drive(spec: JobSpec, index: Any, run: str, disturb: list[int], stop: int, seed: str) -> None:
+def drive(spec, index, run, disturb, stop, seed):
     """The first half of the run, in a process of its own, which then dies with its controller and
     its workers."""
     folder = Path(spec.config["folder"])
     disturbances = Disturbances(random.Random(seed), folder)
 
-    def die(run: Any) -> None:
+    def die(run):
         """Between two checkpoints, so that some steps are made again. From `stop` on each step
         waits."""
         while (step := last()) % CHECKPOINT_EVERY != CHECKPOINT_EVERY // 2:
             go_on(folder, step)
-            eventually(lambda s=step: last() > s, run.controller.status)  # type: ignore[misc]
+            eventually(lambda s=step: last() > s, run.controller.status)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def last() -> int:
+    def last():
         _, committed = given(folder)
         return max(itertools.chain(*committed.values()))
 
@@ -213,7 +205,7 @@ def drive(spec: JobSpec, index: Any, run: str, disturb: list[int], stop: int, se
     group(spec, train_on, script=script, timeout_s=WHOLE_S, index=index, url=run)
 
 
-def go_on(folder: Path, step: int) -> None:
+def go_on(folder, step):
     (folder / f"go-{step}").touch()
 
 
@@ -224,7 +216,7 @@ def test_second_process_continues_in_the_middle_of_an_epoch(tmp_path):
     data = DataConfig(str(tmp_path), micro_batch_size=B, epochs=EPOCHS, tail="short")
     first, second = (open_data(data, virtual_workers=V) for _ in range(2))
     stop = first.steps_per_epoch * 3 // 2
-    seen: Counter[int] = Counter()
+    seen = Counter()
     for dataset, steps in ((first, range(1, stop)), (second, range(stop, 2 * rows))):
         dataset.read_ahead(steps.start, range(V))
         for step in steps:
@@ -241,16 +233,16 @@ class Disturbances:
     """Kills, drains and other sizes, each once two members have committed a step, so one that is
     left has the state; and after a kill not before the group has formed again."""
 
-    def __init__(self, rng: random.Random, folder: Path) -> None:
+    def __init__(self, rng, folder):
         self._rng, self._folder = rng, folder
         self._kinds = itertools.cycle(rng.sample(["kill", "kill", "drain", "scale"], 4))
         self.kills, self._after = 0, 0
 
-    def at(self, step: int) -> Callable[[Any], None]:
+    def at(self, step):
         return lambda run: self._one(run, step)
 
-    def _one(self, run: Any, step: int) -> None:
-        def settled() -> list[str] | bool:
+    def _one(self, run, step):
+        def settled():
             members = whole(run, self._folder)
             return len(members) > 1 and generation(run) > self._after and members
 
@@ -275,11 +267,11 @@ class Disturbances:
             process.join()
 
 
-def generation(run: Any) -> int:
+def generation(run):
     return run.controller.status()["generation"]
 
 
-def whole(run: Any, folder: Path) -> list[str]:
+def whole(run, folder):
     workers = run.controller.status()["workers"]
     members = sorted(worker for worker, stage in workers.items() if stage == "member")
     return [
@@ -291,7 +283,7 @@ def whole(run: Any, folder: Path) -> list[str]:
     ]
 
 
-def send(endpoint: str, path: str, content: bytes) -> None:
+def send(endpoint, path, content):
     headers = {
         "Content-Type": "application/octet-stream",
         "Authorization": "AWS4-HMAC-SHA256 Credential=x/20260101/us-east-1/s3/aws4_request",
@@ -299,3 +291,42 @@ def send(endpoint: str, path: str, content: bytes) -> None:
     request = urllib.request.Request(f"{endpoint}/{path}", content, headers, method="PUT")
     with urllib.request.urlopen(request, timeout=PATIENCE_S):
         pass
+
+
+CACHED, ROWS, STEPS = 6, 96, 12  # 24 rows in a step: three epochs of four steps
+
+
+def trains_on_x(ctx):
+    model = torch.nn.Linear(1, 1)
+
+    def loss_fn(m, batch):
+        return m(batch["x"].float()[:, None] / 100).square().mean()
+
+    loop(ctx, model, torch.optim.SGD(model.parameters(), lr=1e-3), loss_fn)
+
+
+def test_workers_that_are_killed_share_a_cache_and_its_limit(moto, tmp_path):
+    send(moto, "cached", b"")
+    for number in range(CACHED):
+        sink = pa.BufferOutputStream()
+        ids = np.arange(number * ROWS // CACHED, (number + 1) * ROWS // CACHED)
+        pq.write_table(pa.table({"x": ids}), sink, row_group_size=4)
+        send(moto, f"cached/data/{number}.parquet", sink.getvalue().to_pybytes())
+    plain = DataConfig("s3://cached/data", micro_batch_size=3, storage_options=s3_options(moto))
+    folder = tmp_path / "cache"
+    data = dataclasses.replace(plain, cache_dir=str(folder), cache_bytes=1 << 20)
+    scaling = {"workers": 3, "min_workers": 3}
+    fault = WorkerFault("before_forward", step=3, rank=1, once=str(tmp_path / "dead"))
+    outcome, _ = group(spec_of(steps=STEPS, data=data, **scaling), trains_on_x, faults=(fault,))
+    assert outcome.workers_lost == 1
+    assert outcome.digest == local(spec_of(steps=STEPS, data=plain, **scaling), trains_on_x).digest
+
+    opened = open_data(data, virtual_workers=8)  # the next run on this machine
+    try:
+        for step in range(1, 5):
+            for virtual_worker in range(8):
+                opened.batch(step, virtual_worker)
+        assert opened.counts["bytes_from_cache"] > 0
+        assert opened.counts["bytes_read"] == 0
+    finally:
+        opened.close()

@@ -1,11 +1,8 @@
 """The worked examples of docs/architecture.md keep the guarantees that the page promises."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,15 +21,15 @@ from tests.runs import local, spec_of
 from tests.train.jobs import adamw, classifier, classify, cross_entropy
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
-CODE: dict[str, Any] = {"edp": edp, "torch": torch}
+CODE = {"edp": edp, "torch": torch}
 for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S):
     if "\nclass " in "\n" + block:
         exec(block, CODE)
 V = 6
 
 
-def stopped_at(least_gb: float) -> Any:
-    def train(ctx: Any) -> None:
+def stopped_at(least_gb):
+    def train(ctx):
         model = classifier()
         participants = [CODE["DiskSpace"]("/", least_gb)]
         for step in ctx.steps(model, adamw(model), cross_entropy, participants=participants):
@@ -41,7 +38,7 @@ def stopped_at(least_gb: float) -> Any:
     return local(spec_of(steps=4), train)
 
 
-def test_participant_reports_a_metric_and_ends_the_run() -> None:
+def test_participant_reports_a_metric_and_ends_the_run():
     going = stopped_at(0.0)
     assert len(going.logged) == 4 and going.logged[0]["free_gb"] > 0
     assert stopped_at(1e9).logged == []
@@ -51,12 +48,12 @@ def test_participant_reports_a_metric_and_ends_the_run() -> None:
     ("participants", "message"),
     [([object()], "participants has a object"), ([CODE["DiskSpace"]("/", 0.0)] * 2, "disk_space")],
 )
-def test_participants_that_cannot_be_used_are_refused(participants: Any, message: str) -> None:
+def test_participants_that_cannot_be_used_are_refused(participants, message):
     with pytest.raises(SpecError, match=message):
         local(spec_of(steps=1), partial(classify, participants=participants))
 
 
-def summed(group: Any, shares: Any) -> list[list[float]]:
+def summed(group, shares):
     draw = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (70, 3)]
     values = torch.randn(V, 73, generator=draw) * 1e-3
@@ -70,14 +67,14 @@ def summed(group: Any, shares: Any) -> list[list[float]]:
     return [p.grad.tolist() for p in parameters]
 
 
-def test_rounding_has_the_bits_of_one_worker_on_any_number() -> None:
+def test_rounding_has_the_bits_of_one_worker_on_any_number():
     (alone,) = of_each(1, lambda group: summed(group, [[(0, V)]]))
     for shares in ([[(0, 3)], [(3, 6)]], [[(0, 2)], [(2, 4)], [(4, 6)]]):
         of_all = of_each(len(shares), lambda group, shares=shares: summed(group, shares))
         assert of_all == [alone] * len(shares)
 
 
-def test_rounding_of_a_job_rounds_its_gradients() -> None:
+def test_rounding_of_a_job_rounds_its_gradients():
     rounded, spec = partial(classify, rounding=CODE["ScaledHalf"]), spec_of(steps=3)
     assert local(spec, rounded).digest != local(spec, classify).digest
     fast = spec_of(steps=3, exact=False)
@@ -85,8 +82,8 @@ def test_rounding_of_a_job_rounds_its_gradients() -> None:
         local(fast, rounded)
 
 
-def test_gradient_beyond_float16_is_an_error_that_names_the_rows() -> None:
-    def train(ctx: Any) -> None:
+def test_gradient_beyond_float16_is_an_error_that_names_the_rows():
+    def train(ctx):
         loss = lambda model, batch: 1e4 * cross_entropy(model, batch)  # noqa: E731
         classify(ctx, loss, rounding=CODE["ScaledHalf"])
 

@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_reducer import GradientReducer
@@ -28,16 +25,16 @@ STEP, VIRTUAL = 6, 12
 LARGE_LOSS, SMALL_LOSS = 5, 6  # steps
 
 
-def counted(folder: Path, *, optimizer: Any = adamw, large_loss: int = 0, **options: Any) -> Any:
+def counted(folder, *, optimizer=adamw, large_loss=0, **options):
     """Each forward pass in a step leaves a line: the step, and the first row of its micro-batch.
 
     In step `large_loss` the loss is so large that the scaled gradient overflows.
     """
 
-    def train(ctx: Any) -> None:
+    def train(ctx):
         model = classifier()
 
-        def loss_fn(m: Any, batch: Any) -> torch.Tensor:
+        def loss_fn(m, batch):
             step, scale = ctx._session.position.step + 1, ctx._session.state.loss_scale
             with open(folder / "passes", "a", encoding="utf-8") as file:
                 file.write(f"{step} {int(batch['i'][0])}\n")
@@ -51,34 +48,34 @@ def counted(folder: Path, *, optimizer: Any = adamw, large_loss: int = 0, **opti
     return train
 
 
-def passes(folder: Path, step: int = STEP) -> Counter[int]:
+def passes(folder, step=STEP):
     lines = (folder / "passes").read_text(encoding="utf-8").splitlines()
     return Counter(int(line.split()[1]) for line in lines if int(line.split()[0]) == step)
 
 
-def job(workers: int = 3, virtual: int = VIRTUAL, **options: Any) -> Any:
+def job(workers=3, virtual=VIRTUAL, **options):
     """All workers are there before the first step in which one may die: a body waits no longer than
     until the group changes, and the third may join after the second."""
     config = {"hold": dict.fromkeys(range(1, LARGE_LOSS), workers)}
     return spec_of(steps=9, workers=workers, virtual=virtual, rows=480, config=config, **options)
 
 
-def dies_last(train: Any, folder: Path) -> Any:
+def dies_last(train, folder):
     """Who is to die in a step does so when the others have run their leaves: one of theirs that is
     torn would run again, too. A delayed step begins with the sums of the one before, by `run`."""
 
-    def waits(ctx: Any) -> None:
+    def waits(ctx):
         session, run, point = ctx._session, LeafRunner.run_step, ctx._session.faults.point
 
-        def ran(rank: int) -> Path:
+        def ran(rank):
             return folder / f"ran-{session.generation}-{session.position.step + 1}-{rank}"
 
-        def runs(leaves: LeafRunner, *given: Any, **more: Any) -> Any:
+        def runs(leaves, *given, **more):
             results = run(leaves, *given, **more)
             ran(session.rank).touch()
             return results
 
-        def passes(name: str, step: int, rank: int, world_size: int, generation: int) -> None:
+        def passes(name, step, rank, world_size, generation):
             plan = session.faults.plan
             if any((fault.point, fault.step, fault.rank) == (name, step, rank) for fault in plan):
                 others = [ran(other) for other in range(world_size) if other != rank]
@@ -106,18 +103,18 @@ def test_two_lost_workers_one_after_the_other_only_their_leaves_run_again(tmp_pa
     assert outcome.digest == local(spec, counted(tmp_path)).digest
 
 
-def waits_for_the_others(train: Any, folder: Path, what: str, step: int = STEP) -> Any:
+def waits_for_the_others(train, folder, what, step=STEP):
     """In this step rank 0 does not go on behind its gradients until all others have come through
     that method of theirs: "send", or "reduce", which adds to what they received."""
 
-    def waits(ctx: Any) -> None:
+    def waits(ctx):
         session, owner = ctx._session, GradientReducer if what == "send" else GradientExchange
         does = getattr(owner, what)
 
-        def came_through(rank: int) -> Path:
+        def came_through(rank):
             return folder / f"{what}-{rank}"
 
-        def notes(summing: Any) -> None:
+        def notes(summing):
             does(summing)
             if session.position.step + 1 == step:
                 came_through(session.rank).touch()
@@ -125,7 +122,7 @@ def waits_for_the_others(train: Any, folder: Path, what: str, step: int = STEP) 
         setattr(owner, what, notes)
         send = GradientReducer.send
 
-        def sends(reducer: GradientReducer) -> None:
+        def sends(reducer):
             send(reducer)
             if session.position.step + 1 == step and session.rank == 0:
                 others = [came_through(rank) for rank in range(1, session.world_size)]
@@ -157,10 +154,10 @@ def test_worker_that_receives_a_step_forgets_what_it_has_finished(tmp_path):
     fault = WorkerFault("before_forward", 23, rank=2, once=str(tmp_path / "dead"))
     held = held_before_its_commit(plain, 22, 0, tmp_path / "committed")
 
-    def train(ctx: Any) -> None:
+    def train(ctx):
         moved = StateTransfer.move
 
-        def move(transfer: Any, group: Any, plan: Any, payload: Any, *given: Any) -> int:
+        def move(transfer, group, plan, payload, *given):
             if payload is None:
                 kept = ctx._session.transaction.leaves._finished
                 (tmp_path / ctx._session.worker).write_text(str(kept and [*kept.nodes]))
@@ -176,7 +173,7 @@ def test_worker_that_receives_a_step_forgets_what_it_has_finished(tmp_path):
     assert behind and set(behind) == {"None"}
 
 
-CHANGES: dict[str, Callable[[LeafRunner], None]] = {
+CHANGES = {
     "lineage": lambda leaves: setattr(leaves, "lineage_id", 3),
     "mode": lambda leaves: setattr(leaves, "exact", False),
     "loss scale": lambda leaves: setattr(leaves.state, "loss_scale", LossScale(2.0)),
@@ -189,7 +186,7 @@ CHANGES: dict[str, Callable[[LeafRunner], None]] = {
 class Leaves(LeafRunner):
     """Has work of step 6 that is finished, and runs nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.state = SimpleNamespace(loss_scale=LossScale(), bad_row_groups=set())
         self.gradients = SimpleNamespace(parameters=(1, 2))
         self.data = SimpleNamespace(rows=lambda step, v: 6.0)
@@ -218,7 +215,7 @@ def test_finished_work_is_forgotten_when_a_stop_is_requested():
     assert leaves._finished is None
 
 
-def node_of(first: int) -> FinishedNode:
+def node_of(first):
     return FinishedNode([None], {first: MicroBatchResult(1.0, 4.0, {})}, {})
 
 

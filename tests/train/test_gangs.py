@@ -1,17 +1,13 @@
 """Workers of several processes: torch's `fully_shard` within a worker, our sums between them. The
 weights are the same for any number of workers, whatever happens to them."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import StopRequested
 from elastic_dp.errors import SpecError
-from elastic_dp.testing.process_worker_group import ProcessRun, preload
+from elastic_dp.testing.process_worker_group import preload
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.cluster.test_budgets import is_first
 from tests.imported_when_used import ImportedWhenUsed
@@ -36,7 +32,7 @@ parallel = ImportedWhenUsed("torch.distributed.tensor.parallel")
 preload("torch.distributed.fsdp", "torch.distributed.tensor")
 
 
-def undisturbed(steps: int = STEPS) -> str:
+def undisturbed(steps=STEPS):
     return calm(steps)[0].digest
 
 
@@ -48,23 +44,23 @@ def undisturbed(steps: int = STEPS) -> str:
         ({"sharding": "optimizer"}, "sharding is 'optimizer'"),
     ],
 )
-def test_gangs_with_other_strategies_are_refused_by_name(given: dict[str, Any], named: str) -> None:
+def test_gangs_with_other_strategies_are_refused_by_name(given, named):
     with pytest.raises(SpecError, match=f"processes_per_worker is 2 and {named}"):
         dataclasses.replace(gangs(2), **given)
 
 
-def test_gangs_with_short_batches_are_refused_by_name() -> None:
+def test_gangs_with_short_batches_are_refused_by_name():
     with pytest.raises(SpecError, match="tail is 'short'"):
         gangs(2, tail="short")
 
 
-def in_parts(ctx: Any) -> None:
+def in_parts(ctx):
     model = classifier()
     fsdp.fully_shard(model[0], mesh=ctx.mesh)
     loop(ctx, model, adamw(model))
 
 
-def tensor_parallel(ctx: Any) -> None:
+def tensor_parallel(ctx):
     model = nn.Sequential(nn.Linear(16, 8, bias=False), nn.Linear(8, 4, bias=False))
     parallel.parallelize_module(
         model, ctx.mesh, {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()}
@@ -72,7 +68,7 @@ def tensor_parallel(ctx: Any) -> None:
     loop(ctx, model, adamw(model))
 
 
-def partly_sharded_by_hand(ctx: Any) -> None:
+def partly_sharded_by_hand(ctx):
     """A parameter that is sharded over the mesh, and whose gradient nobody averages."""
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
     parts = tensor.distribute_tensor(model[1].bias.detach(), ctx.mesh, [tensor.Shard(0)])
@@ -84,45 +80,45 @@ def partly_sharded_by_hand(ctx: Any) -> None:
 class Routed(nn.Module):
     """Two layers of equal size, of which a batch takes one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(16, 4) for _ in range(2))
 
-    def forward(self, x: torch.Tensor, taken: int) -> torch.Tensor:
-        y: torch.Tensor = self.layers[taken](x)
+    def forward(self, x, taken):
+        y = self.layers[taken](x)
         return y
 
 
-def other_layers_for_other_rows(ctx: Any) -> None:
+def other_layers_for_other_rows(ctx):
     model = Routed()
     for layer in model.layers:
         fsdp.fully_shard(layer, mesh=ctx.mesh)
     fsdp.fully_shard(model, mesh=ctx.mesh)
 
-    def loss_fn(m: nn.Module, batch: Any) -> Any:
+    def loss_fn(m, batch):
         taken = ctx.mesh.get_local_rank()
         return nn.functional.cross_entropy(m(batch["x"], taken), batch["y"])
 
     loop(ctx, model, adamw(model), loss_fn)
 
 
-def evaluates_on_one(ctx: Any) -> None:
+def evaluates_on_one(ctx):
     model = fully_sharded(ctx)
     for _ in ctx.steps(model, adamw(model), cross_entropy):
         if ctx.mesh.get_local_rank() == 1:
             ctx.evaluate(cross_entropy, ctx.config["eval"])
 
 
-def batch_norm(ctx: Any) -> None:
+def batch_norm(ctx):
     model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     fsdp.fully_shard(model, mesh=ctx.mesh)
     loop(ctx, model, adamw(model))
 
 
-def raises_on_one(ctx: Any) -> None:
+def raises_on_one(ctx):
     model = fully_sharded(ctx)
 
-    def loss_fn(m: nn.Module, batch: Any) -> Any:
+    def loss_fn(m, batch):
         if ctx.mesh.get_local_rank() == 1:
             raise KeyError("on one process")
         return cross_entropy(m, batch)
@@ -148,30 +144,27 @@ def raises_on_one(ctx: Any) -> None:
         ),
     ],
 )
-def test_job_that_cannot_run_ends_with_its_error(train: Any, named: str) -> None:
+def test_job_that_cannot_run_ends_with_its_error(train, named):
     outcome, _ = group(gangs(1), train, fails=True)
     assert outcome.error is not None
     assert named in outcome.error, outcome.error
 
 
-def with_a_mesh_of_its_own(ctx: Any) -> None:
+def with_a_mesh_of_its_own(ctx):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = fsdp.fully_shard(classifier(), mesh=init_device_mesh("cpu", (1,)))
     loop(ctx, model, adamw(model))
 
 
-def test_sharded_model_without_a_gang_is_refused() -> None:
+def test_sharded_model_without_a_gang_is_refused():
     outcome, _ = group(spec_of(steps=2, workers=1), with_a_mesh_of_its_own, fails=True)
     assert outcome.error is not None
     assert "is a DTensor" in outcome.error and "processes_per_worker" in outcome.error
 
 
-# ---------------------------------------------------------------------------------------- faults
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("process", [0, 1])
-def test_process_may_die_while_a_checkpoint_is_taken_or_read(process: int, tmp_path: Any) -> None:
+def test_process_may_die_while_a_checkpoint_is_taken_or_read(process, tmp_path):
     """One dies while the state is gathered for a checkpoint, then each worker loses one at once,
     and one dies while the state is restored."""
     url, gate = str(tmp_path / "run"), tmp_path / "gate"
@@ -181,7 +174,7 @@ def test_process_may_die_while_a_checkpoint_is_taken_or_read(process: int, tmp_p
         WorkerFault("restoring", process=process, once=reading, after=(taking,)),
     )
 
-    def each_loses_one(run: ProcessRun) -> None:
+    def each_loses_one(run):
         before = times_lost(run)
         for worker, first in list(run.worker_group.processes.items()):
             (first, *run.worker_group.followers[worker])[process].kill()
@@ -197,19 +190,19 @@ def test_process_may_die_while_a_checkpoint_is_taken_or_read(process: int, tmp_p
 
 
 @pytest.mark.slow
-def test_gangs_join_and_leave_while_they_train() -> None:
+def test_gangs_join_and_leave_while_they_train():
     spec = gangs(1, steps=24, config={"body_s": 0.05})
     outcome, run = group(spec, trains, script=[resize(2, 3), resize(12, 2)])
     assert outcome.digest == undisturbed(24), losses_of(run)
 
 
-def dies_in_a_collective(ctx: Any) -> None:
+def dies_in_a_collective(ctx):
     """In each generation of two, process ctx.config["process"] of some worker dies in a step while
     the others of its worker wait for it in the forward pass: DEATHS times."""
     model = fully_sharded(ctx)
     folder = Path(ctx.config["folder"])
 
-    def loss_fn(m: nn.Module, batch: Any) -> Any:
+    def loss_fn(m, batch):
         session = ctx._session
         if (
             (session.world_size, ctx.mesh.get_local_rank()) == (2, ctx.config["process"])
@@ -228,12 +221,10 @@ DEATHS = 4
 
 @pytest.mark.slow
 @pytest.mark.parametrize("process", [0, 1])
-def test_death_within_a_collective_of_torch_is_no_error_of_user_code(
-    process: int, tmp_path: Any
-) -> None:
+def test_death_within_a_collective_of_torch_is_no_error_of_user_code(process, tmp_path):
     """The process that waits for the dead one there gets an exception."""
 
-    def all_died(run: ProcessRun) -> None:
+    def all_died(run):
         eventually(lambda: len(list(tmp_path.iterdir())) == DEATHS or run.controller.ended.is_set())
 
     config = {"body_s": 0.02, "process": process, "folder": str(tmp_path)}

@@ -1,11 +1,8 @@
 """Workers of several processes whose parts are on devices: on the simulated one, and what only the
 fake GPU tells apart. The weights are those of the processor."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,9 +37,7 @@ fsdp = ImportedWhenUsed("torch.distributed.fsdp")
 SLOW, ROOT = pytest.mark.slow, Path(__file__).parents[2]
 
 
-def test_loss_of_a_process_while_devices_are_connected_costs_its_gang_and_no_step(
-    tmp_path: Any,
-) -> None:
+def test_loss_of_a_process_while_devices_are_connected_costs_its_gang_and_no_step(tmp_path):
     fault = WorkerFault("gather", rank=1, process=1, world_size=2, once=str(tmp_path / "dead"))
     spec = connects(gangs(2, min_workers=1, standby=1), 2, tmp_path)
     train = faults_while_switched(trains)
@@ -54,24 +49,20 @@ def test_loss_of_a_process_while_devices_are_connected_costs_its_gang_and_no_ste
 
 @SLOW
 @pytest.mark.parametrize("point", IN_A_STEP_OF_GANGS)
-def test_any_process_may_die_at_any_point_of_a_step_on_devices(point: str, tmp_path: Any) -> None:
+def test_any_process_may_die_at_any_point_of_a_step_on_devices(point, tmp_path):
     check_kills_of_each_process(point, tmp_path, SimulatedDevice())
 
 
 @SLOW
 @pytest.mark.parametrize("process", [0, 1])
 @pytest.mark.parametrize("point", ["sending_state", "receiving_state"])
-def test_process_may_die_while_a_joiner_gets_the_state_of_devices(
-    point: str, process: int, tmp_path: Any
-) -> None:
+def test_process_may_die_while_a_joiner_gets_the_state_of_devices(point, process, tmp_path):
     device = SimulatedDevice()
     check_kill_while_a_joiner_gets_the_state(process, point, tmp_path, device)
 
 
 @SLOW
-def test_run_on_devices_goes_on_from_its_checkpoint_with_another_number_of_gangs(
-    tmp_path: Any,
-) -> None:
+def test_run_on_devices_goes_on_from_its_checkpoint_with_another_number_of_gangs(tmp_path):
     first = gangs(2, steps=4, checkpoint=CheckpointConfig(every_steps=2))
     outcome, run = group(first, trains, url=str(tmp_path), device=SimulatedDevice())
     assert outcome.step == 4, losses_of(run)
@@ -79,24 +70,21 @@ def test_run_on_devices_goes_on_from_its_checkpoint_with_another_number_of_gangs
     assert (outcome.step, outcome.digest) == (8, calm()[0].digest), losses_of(run)
 
 
-# -------------------------------------------------------------------------------- what one tells
-
-
 class Told:
     """Implements `GangExchange`: what the processes say is known before."""
 
-    def __init__(self, *others: bytes) -> None:
+    def __init__(self, *others):
         self.others = others
 
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def exchange(self, payload):
         return [payload, *self.others]
 
-    def scatter(self, parts: Any) -> bytes:
+    def scatter(self, parts):
         raise AssertionError
 
 
 @pytest.fixture
-def mesh(monkeypatch: pytest.MonkeyPatch) -> Any:
+def mesh(monkeypatch):
     """Returns what makes a mesh of this process alone, on the fake GPU."""
     fake_gpu.install(partial(monkeypatch.setattr, raising=False))
     with fake_gpu.modes():
@@ -107,7 +95,7 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> Any:
             dist.destroy_process_group()
 
 
-def test_state_is_gathered_on_the_host_and_restored_to_the_gpu(mesh: Any) -> None:
+def test_state_is_gathered_on_the_host_and_restored_to_the_gpu(mesh):
     """The whole may be too large for the memory of one GPU."""
     model = fsdp.fully_shard(classifier().to(fake_gpu.GPU), mesh=mesh)
     optimizer = adamw(model)
@@ -126,28 +114,26 @@ def test_state_is_gathered_on_the_host_and_restored_to_the_gpu(mesh: Any) -> Non
         assert torch.equal(one, whole_of(other))
 
 
-def test_model_whose_parts_are_kept_on_the_host_is_refused(mesh: Any) -> None:
+def test_model_whose_parts_are_kept_on_the_host_is_refused(mesh):
     model = fsdp.fully_shard(
         classifier(), mesh=mesh, offload_policy=fsdp.CPUOffloadPolicy(pin_memory=False)
     )
-    gang = Gang(0, 1, mesh, Told())  # type: ignore[arg-type]
+    gang = Gang(0, 1, mesh, Told())
     with pytest.raises(ModelError, match="leave out CPUOffloadPolicy"):
         check_gang(gang, model, None)
 
 
-def test_kind_of_a_worker_tells_how_its_gpus_add(
-    mesh: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kind_of_a_worker_tells_how_its_gpus_add(mesh, monkeypatch):
     monkeypatch.setattr(gang_kind, "_SIZES", (64,))
-    gang = Gang(0, 1, mesh, Told())  # type: ignore[arg-type]
+    gang = Gang(0, 1, mesh, Told())
     kind = kind_of_gang(gang, "fake GPU", fake_gpu.GPU)
     assert kind == kind_of_gang(gang, "fake GPU", fake_gpu.GPU) != "fake GPU"
-    in_another_order = Gang(1, 1, mesh, Told())  # type: ignore[arg-type]
+    in_another_order = Gang(1, 1, mesh, Told())
     assert kind != kind_of_gang(in_another_order, "fake GPU", fake_gpu.GPU)
     assert kind_of_gang(gang, "CPU", torch.device("cpu")) == "CPU"
 
 
-def test_worker_whose_gpus_differ_is_refused() -> None:
-    gang = Gang(0, 2, None, Told(b"A100"))  # type: ignore[arg-type]
+def test_worker_whose_gpus_differ_is_refused():
+    gang = Gang(0, 2, None, Told(b"A100"))
     with pytest.raises(ClusterError, match=r"H100 \| A100.*label_selector"):
         kind_of_gang(gang, "H100", fake_gpu.GPU)

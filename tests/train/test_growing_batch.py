@@ -1,13 +1,9 @@
 """A batch that grows: the same bits for any number of workers, under kills at the very change, and
 for runs that go on before it, at it and after it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import warnings
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,11 +23,11 @@ GROWTH = {0: 4, 3: 6, 6: 12}
 STEPS = 9
 
 
-def job(workers: int = 3, growth: Any = GROWTH, steps: int = STEPS, **options: Any) -> Any:
+def job(workers=3, growth=GROWTH, steps=STEPS, **options):
     return spec_of(steps=steps, workers=workers, virtual=growth, rows=300, **options)
 
 
-def steps_logged(ctx: Any) -> None:
+def steps_logged(ctx):
     model = classifier()
     for step in ctx.steps(model, adamw(model), cross_entropy):
         ctx.log({"weight": step.weight, "epoch": step.epoch, "ends": float(step.epoch_end)})
@@ -59,7 +55,7 @@ def test_epochs_end_the_run_where_the_rows_end():
 ROWS = 475  # a part of an epoch, and a short step
 
 
-def of_rows(folder: Path) -> DataConfig:
+def of_rows(folder):
     folder.mkdir(parents=True)
     for shard, ids in enumerate(np.array_split(np.arange(ROWS), 3)):
         pq.write_table(pa.table({"id": ids}), folder / f"{shard}.parquet", row_group_size=40)
@@ -79,10 +75,10 @@ EVERY_ROW, EVERY_TOKEN = {*range(ROWS)}, {0, *(t for i in range(DOCUMENTS) for t
 def test_shards_are_read_once_an_epoch_by_any_number_of_workers(make, column, every, tmp_path):
     config = dataclasses.replace(make(tmp_path / "shards"), epochs=1)
 
-    def train(ctx: Any) -> None:
+    def train(ctx):
         model = classifier(1)
 
-        def loss_fn(m: Any, batch: Any) -> Any:
+        def loss_fn(m, batch):
             ids = batch[column]
             with open(tmp_path / "seen", "a", encoding="utf-8") as file:
                 file.write(f"{ids.flatten().tolist()}\n")
@@ -103,7 +99,7 @@ def test_shards_are_read_once_an_epoch_by_any_number_of_workers(make, column, ev
         assert sum(x["weight"] for x in calm.logged) == ROWS
 
 
-def fit(path: Path, growth: Any, max_steps: int) -> tuple[edp.Result, list[str]]:
+def fit(path, growth, max_steps):
     each = edp.CheckpointConfig(every_steps=1, num_to_keep=None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

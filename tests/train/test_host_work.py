@@ -1,12 +1,9 @@
 """What the host does in a step, and in one of a plain loop: on a GPU it launches operators one by
 one, and a small model waits for it. Counted, so that no GPU and no quiet machine is needed."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -24,11 +21,11 @@ COUNTED = 4  # the step: hooks are where they stay, the optimizer has its state
 
 
 class Operators(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None):
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         self.count += 1
         return operator(*args, **(kwargs or {}))
 
@@ -36,29 +33,29 @@ class Operators(TorchDispatchMode):
 class Calls:
     """Counts the Python functions of this package that are called, by file."""
 
-    def __init__(self) -> None:
-        self.of_file: Counter[str] = Counter()
+    def __init__(self):
+        self.of_file = Counter()
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         sys.setprofile(self._note)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         sys.setprofile(None)
 
-    def _note(self, frame: Any, event: str, argument: Any) -> None:
+    def _note(self, frame, event, argument):
         if event == "call" and frame.f_code.co_filename.startswith(OURS):
             self.of_file[frame.f_code.co_filename] += 1
 
-    def of(self, folder: str) -> int:
+    def of(self, folder):
         return sum(n for file, n in self.of_file.items() if file.startswith(folder))
 
 
-def data() -> RandomTokens:
+def data():
     return RandomTokens(2, 17)
 
 
-def step_of_ours(counter: Any, *, exact: bool = True, blocks: int = 12, virtual: int = 4) -> Any:
-    def train(ctx: Any) -> None:
+def step_of_ours(counter, *, exact=True, blocks=12, virtual=4):
+    def train(ctx):
         torch.manual_seed(0)
         model = GPT(32, blocks)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -79,7 +76,7 @@ def step_of_ours(counter: Any, *, exact: bool = True, blocks: int = 12, virtual:
     return counter
 
 
-def operators_of_a_plain_step() -> int:
+def operators_of_a_plain_step():
     torch.manual_seed(0)
     model, rows, operators = GPT(32, 12), data(), Operators()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -98,15 +95,13 @@ def operators_of_a_plain_step() -> int:
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_step_dispatches_hardly_more_operators_than_a_plain_loop(exact: bool) -> None:
+def test_step_dispatches_hardly_more_operators_than_a_plain_loop(exact):
     ours = step_of_ours(Operators(), exact=exact).count
     assert ours <= 1.05 * operators_of_a_plain_step()
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_summing_up_a_micro_batch_calls_few_functions_whatever_the_number_of_parameters(
-    exact: bool,
-) -> None:
+def test_summing_up_a_micro_batch_calls_few_functions_whatever_the_number_of_parameters(exact):
     four, eight, deep = (
         step_of_ours(Calls(), exact=exact, virtual=virtual, blocks=blocks)
         for virtual, blocks in ((4, 12), (8, 12), (4, 24))
@@ -118,23 +113,23 @@ def test_summing_up_a_micro_batch_calls_few_functions_whatever_the_number_of_par
 
 def test_versions_of_parameters_are_read_as_often_whatever_the_number_of_micro_batches(monkeypatch):
     class Versions:
-        def __enter__(self) -> None:
+        def __enter__(self):
             self.read = 0
             monkeypatch.setattr(model_guard, "_version", self.of)
 
-        def __exit__(self, *_: object) -> None:
+        def __exit__(self, *_):
             monkeypatch.undo()
 
-        def of(self, p: torch.Tensor) -> int:
+        def of(self, p):
             self.read += 1
             return p._version
 
-    def read(virtual: int) -> int:
+    def read(virtual):
         return step_of_ours(Versions(), virtual=virtual).read
 
     assert read(4) == read(8) == 4 * 149  # around the micro-batches, and around the body
 
 
-def test_no_function_of_ours_is_called_once_a_parameter_in_a_step() -> None:
+def test_no_function_of_ours_is_called_once_a_parameter_in_a_step():
     few, many = (step_of_ours(Calls(), blocks=blocks) for blocks in (12, 24))
     assert many.of(OURS) - few.of(OURS) < 12  # of 144 parameters

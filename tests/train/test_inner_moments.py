@@ -1,12 +1,9 @@
 """Moments of an inner optimizer that go on (`edp.InnerMoments`): the weights of a loop in plain
 PyTorch; one digest for any number of workers, and after kills, joins and restarts."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -25,56 +22,53 @@ from tests.train.test_staleness import put, weights_of
 BETA = 0.9
 
 
-def with_moments(second_moments: Any = "factored") -> nn.Module:
+def with_moments(second_moments="factored"):
     model = classifier()
     model.moments = edp.InnerMoments(model, second_moments=second_moments)
     return model
 
 
-def outer(model: Any, **changes: float) -> torch.optim.SGD:
+def outer(model, **changes):
     return torch.optim.SGD(model.moments.outer_groups(**changes), lr=1.0)
 
 
-def inner(model: Any, step: int) -> torch.optim.Optimizer:
+def inner(model, step):
     adam = torch.optim.Adam(model.moments.weights, lr=1e-2, betas=(BETA, 0.95))
     return model.moments.go_on(adam, step=(step - 1) * INNER)
 
 
-def looks_ahead(model: Any, step: int) -> torch.optim.Optimizer:
+def looks_ahead(model, step):
     done = (step - 1) * INNER
     momenta = (BETA * (1 - 0.5 * 0.96 ** (i * 0.004)) for i in range(1, done + 1))
     nadam = torch.optim.NAdam(model.moments.weights, lr=1e-2, betas=(BETA, 0.95))
     return model.moments.go_on(nadam, step=done, mu_product=math.prod(momenta))
 
 
-def trains(ctx: Any) -> None:
+def trains(ctx):
     model = with_moments(ctx.config["second_moments"])
     loop(ctx, model, outer(model), inner_optimizer=inner, inner_clip_norm=1.0)
 
 
-def trains_delayed(ctx: Any) -> None:
+def trains_delayed(ctx):
     model = with_moments(ctx.config["second_moments"])
     loop(ctx, model, outer(model, momentum_lr=0.5), inner_optimizer=looks_ahead)
 
 
-# ------------------------------------------------------------------------------- what is computed
-
-
-def by_rows(tensor: torch.Tensor) -> torch.Tensor:
+def by_rows(tensor):
     return tensor.reshape(len(tensor), -1)
 
 
-def product(rows: torch.Tensor, columns: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+def product(rows, columns, p):
     return (rows[:, None] * (columns / columns.mean().clamp_min(1e-30))).view_as(p)
 
 
 @pytest.mark.parametrize("second_moments", ["factored", "whole"])
-def test_moments_are_those_of_a_loop_in_plain_torch(second_moments: str) -> None:
+def test_moments_are_those_of_a_loop_in_plain_torch(second_moments):
     whole = second_moments == "whole"
-    kept: list[tuple[list[torch.Tensor], Any]] = []
+    kept = []
 
-    def noted(ctx: Any) -> None:
-        model: Any = with_moments(second_moments)
+    def noted(ctx):
+        model = with_moments(second_moments)
         kept.append(([p.detach().clone() for p in model.moments.weights], None))
         for _ in ctx.steps(model, outer(model), cross_entropy, inner_optimizer=inner):
             weights = [p.detach().clone() for p in model.moments.weights]
@@ -130,8 +124,8 @@ def test_moments_are_those_of_a_loop_in_plain_torch(second_moments: str) -> None
 
 
 @pytest.mark.parametrize("second_moments", ["factored", "whole"])
-def test_second_moments_of_a_vector_are_kept_as_they_are(second_moments: Any) -> None:
-    model: Any = nn.ParameterDict({"bias": nn.Parameter(torch.randn(5)), "scale": torch.ones(())})
+def test_second_moments_of_a_vector_are_kept_as_they_are(second_moments):
+    model = nn.ParameterDict({"bias": nn.Parameter(torch.randn(5)), "scale": torch.ones(())})
     if second_moments == "whole":
         model["matrix"] = nn.Parameter(torch.randn(3, 5))
     moments = edp.InnerMoments(model, second_moments=second_moments)
@@ -152,7 +146,7 @@ BETAS = [(0.9, 0.95), (0.9, 0.999), (0.0, 0.9)]
 
 
 @pytest.mark.parametrize("betas", [*BETAS, (0.95, 0.9)])
-def test_moments_that_gradients_can_have_are_changed_by_nothing_but_their_root(betas: Any) -> None:
+def test_moments_that_gradients_can_have_are_changed_by_nothing_but_their_root(betas):
     """The first element has the gradients with the most momentum beside its second moment, the
     second one has a gradient now and then."""
     beta1, beta2 = betas
@@ -172,7 +166,7 @@ def test_moments_that_gradients_can_have_are_changed_by_nothing_but_their_root(b
 
 @pytest.mark.parametrize("root", [-1e-3, 0.0, 1e-7])
 @pytest.mark.parametrize("betas", BETAS)
-def test_root_that_was_rounded_makes_no_step_longer_than_adams(betas: Any, root: float) -> None:
+def test_root_that_was_rounded_makes_no_step_longer_than_adams(betas, root):
     """`wire="int8"` can make a root negative, 0, or far too small for the momentum."""
     p = nn.Parameter(torch.zeros(3))
     moments = edp.InnerMoments(nn.ParameterList([p]), second_moments="whole")
@@ -191,12 +185,12 @@ def test_root_that_was_rounded_makes_no_step_longer_than_adams(betas: Any, root:
     assert (moments.roots[0] >= 0).all()
 
 
-def test_second_moments_of_another_name_are_refused() -> None:
+def test_second_moments_of_another_name_are_refused():
     with pytest.raises(SpecError, match='second_moments is \'all\', must be "factored" or "whole"'):
         with_moments("all")
 
 
-def test_parameters_without_elements_have_no_moments() -> None:
+def test_parameters_without_elements_have_no_moments():
     """Some configurations have a layer of size 0. Means over nothing would be NaN."""
     model = nn.ParameterDict(
         {"none": torch.zeros(0, 3), "row": torch.ones(3), "one": torch.ones([])}
@@ -210,20 +204,20 @@ def test_parameters_without_elements_have_no_moments() -> None:
 @pytest.mark.parametrize(
     "optimizer", [torch.optim.RMSprop, torch.optim.Adamax, partial(torch.optim.Adam, amsgrad=True)]
 )
-def test_optimizer_with_other_moments_is_refused_by_name(optimizer: Any) -> None:
-    model: Any = with_moments()
+def test_optimizer_with_other_moments_is_refused_by_name(optimizer):
+    model = with_moments()
     with pytest.raises(ModelError, match="keeps other moments than exp_avg and exp_avg_sq: use"):
         model.moments.go_on(optimizer(model.moments.weights, lr=0.1), step=0)
 
 
-def test_missing_count_is_refused_by_name() -> None:
-    model: Any = with_moments()
+def test_missing_count_is_refused_by_name():
+    model = with_moments()
     nadam = torch.optim.NAdam(model.moments.weights, lr=0.1)
     with pytest.raises(ModelError, match=r"needs \['mu_product', 'step'\]: pass"):
         model.moments.go_on(nadam, step=0)
 
 
-def halves_all_rates(model: Any) -> tuple[Any, Any]:
+def halves_all_rates(model):
     optimizer = outer(model)
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
@@ -242,8 +236,8 @@ def halves_all_rates(model: Any) -> tuple[Any, Any]:
     ],
     ids=["momentum", "left out", "AdamW", "scheduler", "roots left out"],
 )
-def test_outer_optimizer_that_does_not_take_the_mean_is_refused_by_name(made: Any) -> None:
-    def train(ctx: Any) -> None:
+def test_outer_optimizer_that_does_not_take_the_mean_is_refused_by_name(made):
+    def train(ctx):
         model = with_moments("whole")
         optimizer, scheduler = made(model)
         loop(ctx, model, optimizer, scheduler=scheduler, inner_optimizer=inner)

@@ -2,19 +2,13 @@
 one digest for any number of workers, and after kills, joins and restarts; only lost virtual workers
 run again."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from elastic_dp.config import JobSpec
 from elastic_dp.data import open_data
 from elastic_dp.device.global_generators import seed_everything
 from elastic_dp.errors import LossError, ModelError, SpecError
@@ -29,11 +23,11 @@ INNER = 3  # steps
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as Adam names them
 
 
-def outer(model: nn.Module) -> torch.optim.SGD:
+def outer(model):
     return torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
 
 
-def inner(model: nn.Module, step: int) -> torch.optim.AdamW:
+def inner(model, step):
     """With a rate that warms up in the inner steps of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 / (1 + step / 10))
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / 2))
@@ -41,21 +35,21 @@ def inner(model: nn.Module, step: int) -> torch.optim.AdamW:
     return optimizer
 
 
-HOW: dict[str, Any] = {"inner_optimizer": inner, "inner_clip_norm": 1.0}
+HOW = {"inner_optimizer": inner, "inner_clip_norm": 1.0}
 
 
-def trains_batch_norm(ctx: Any) -> None:
+def trains_batch_norm(ctx):
     model = nn.Sequential(
         nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4)
     )
     loop(ctx, model, outer(model), **HOW)
 
 
-def measuring(ctx: Any) -> None:
+def measuring(ctx):
     """With metrics of which one is on the device, and not all micro-batches have the other."""
     model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))
 
-    def loss_fn(model: nn.Module, batch: Any) -> Any:
+    def loss_fn(model, batch):
         loss, first = cross_entropy(model, batch), int(batch["i"].min())
         metrics = {"twice": loss * 2} | ({"first": first} if first % 2 else {})
         return loss, float(first % 5), metrics
@@ -65,17 +59,14 @@ def measuring(ctx: Any) -> None:
         hold(ctx, step)
 
 
-# ------------------------------------------------------------------------------- what is computed
-
-
-def some_without_weight(model: nn.Module, batch: Any) -> Any:
+def some_without_weight(model, batch):
     """Losses with weights of their own; some have none."""
     first = int(batch["i"].min())
     return cross_entropy(model, batch), 0.0 if first % 5 == 0 else len(batch["y"]) + first % 3
 
 
-def of_each_step(kept: list[Any], loss_fn: Any) -> Callable[..., None]:
-    def train(ctx: Any) -> None:
+def of_each_step(kept, loss_fn):
+    def train(ctx):
         model = classifier()
         kept.append(weights_of(model))
         for step in ctx.steps(model, outer(model), loss_fn, **HOW):
@@ -84,7 +75,7 @@ def of_each_step(kept: list[Any], loss_fn: Any) -> Callable[..., None]:
     return train
 
 
-def in_plain_torch(spec: JobSpec, initial: list[torch.Tensor], loss_fn: Any) -> list[Any]:
+def in_plain_torch(spec, initial, loss_fn):
     """For each step the weights after it, the mean loss, and its weight."""
     virtual, each = spec.scaling.num_virtual_workers, StepSchedule(spec.inner_steps_by_step)
     assert spec.max_steps is not None
@@ -139,12 +130,10 @@ def in_plain_torch(spec: JobSpec, initial: list[torch.Tensor], loss_fn: Any) -> 
         ({0: 3, 2: 1}, cross_entropy),
     ],
 )
-def test_weights_after_each_step_are_those_of_a_loop_in_plain_torch(
-    inner_steps: Any, loss_fn: Any
-) -> None:
+def test_weights_after_each_step_are_those_of_a_loop_in_plain_torch(inner_steps, loss_fn):
     """With a last, shorter step of an epoch, in which one virtual worker makes fewer inner steps
     and others none."""
-    kept: list[Any] = []
+    kept = []
     spec = spec_of(steps=6, virtual=5, rows=160, tail="short", inner_steps=inner_steps)
     local(spec, of_each_step(kept, loss_fn))
     initial, *after = kept
@@ -157,14 +146,14 @@ def test_weights_after_each_step_are_those_of_a_loop_in_plain_torch(
         assert mine[-3] > 0.0
 
 
-def test_each_row_is_used_once_in_an_epoch_and_in_micro_batches_of_its_size() -> None:
-    used: list[list[int]] = []
+def test_each_row_is_used_once_in_an_epoch_and_in_micro_batches_of_its_size():
+    used = []
 
-    def noted(model: nn.Module, batch: Any) -> torch.Tensor:
+    def noted(model, batch):
         used.append(batch["i"].tolist())
         return cross_entropy(model, batch)
 
-    def train(ctx: Any) -> None:
+    def train(ctx):
         model = classifier()
         for step in ctx.steps(model, outer(model), noted, **HOW):
             if step.number == 1:
@@ -182,11 +171,11 @@ def test_each_row_is_used_once_in_an_epoch_and_in_micro_batches_of_its_size() ->
     assert [x["weight"] for x in logged] == [48.0, 48.0, 10.0] * 2
 
 
-def test_each_row_is_used_once_in_an_epoch_where_the_number_of_inner_steps_changes() -> None:
-    used: list[int] = []
-    steps_per_epoch: list[int] = []
+def test_each_row_is_used_once_in_an_epoch_where_the_number_of_inner_steps_changes():
+    used = []
+    steps_per_epoch = []
 
-    def train(ctx: Any) -> None:
+    def train(ctx):
         model = classifier()
         steps_per_epoch.append(ctx.steps_per_epoch)
         for step in ctx.steps(model, outer(model), cross_entropy, **HOW):
@@ -202,10 +191,10 @@ def test_each_row_is_used_once_in_an_epoch_where_the_number_of_inner_steps_chang
     assert steps_per_epoch == [6]
 
 
-def test_buffers_move_in_each_inner_step_and_their_mean_over_virtual_workers_is_taken() -> None:
-    moved: list[torch.Tensor] = []
+def test_buffers_move_in_each_inner_step_and_their_mean_over_virtual_workers_is_taken():
+    moved = []
 
-    def train(ctx: Any) -> None:
+    def train(ctx):
         model = Moving()
         for _ in ctx.steps(model, outer(model), cross_entropy, **HOW):
             moved.append(model.mean.clone())
@@ -222,7 +211,7 @@ def test_buffers_move_in_each_inner_step_and_their_mean_over_virtual_workers_is_
         assert torch.equal(found, mean), step
 
 
-def with_moments() -> nn.Module:
+def with_moments():
     """A model with buffers for the moments of its inner optimizer."""
     model = classifier()
     for i, p in enumerate([*model.parameters()]):
@@ -231,34 +220,34 @@ def with_moments() -> nn.Module:
     return model
 
 
-def moments_of(model: nn.Module) -> list[dict[str, torch.Tensor]]:
+def moments_of(model):
     numbers = range(len([*model.parameters()]))
     return [{name: model.get_buffer(f"{name}_{i}") for name in MOMENTS} for i in numbers]
 
 
-def goes_on(model: nn.Module, step: int) -> torch.optim.Adam:
+def goes_on(model, step):
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for p, moments in zip(model.parameters(), moments_of(model), strict=True):
         optimizer.state[p] = {"step": torch.tensor(float((step - 1) * INNER))} | moments
     return optimizer
 
 
-def trains_with_moments(ctx: Any) -> None:
+def trains_with_moments(ctx):
     model = with_moments()
     loop(ctx, model, torch.optim.SGD(model.parameters(), lr=1.0), inner_optimizer=goes_on)
 
 
-def test_parameter_without_a_gradient_gets_none_from_the_inner_steps() -> None:
+def test_parameter_without_a_gradient_gets_none_from_the_inner_steps():
     """The outer optimizer would let it decay otherwise."""
-    kept: list[torch.Tensor] = []
+    kept = []
 
-    def train(ctx: Any) -> None:
+    def train(ctx):
         model = nn.ModuleDict({"used": nn.Linear(16, 4), "not": nn.Linear(4, 4)})
         model["used"].bias.requires_grad_(False)
         kept.extend([model["not"].weight.detach().clone(), model["used"].bias.detach().clone()])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
 
-        def loss_fn(model: nn.ModuleDict, batch: Any) -> torch.Tensor:
+        def loss_fn(model, batch):
             return cross_entropy(model["used"], batch)
 
         before = model["used"].weight.detach().clone()
@@ -270,13 +259,13 @@ def test_parameter_without_a_gradient_gets_none_from_the_inner_steps() -> None:
     assert torch.equal(kept[0], kept[2]) and torch.equal(kept[1], kept[3])
 
 
-def test_weights_are_put_back_where_an_inner_step_fails() -> None:
-    kept: list[list[torch.Tensor]] = []
+def test_weights_are_put_back_where_an_inner_step_fails():
+    kept = []
 
-    def train(ctx: Any) -> None:
+    def train(ctx):
         model, calls = classifier(), Counter[str]()
 
-        def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        def loss_fn(model, batch):
             calls["all"] += 1
             if calls["all"] == 2 + 2:  # behind two of the trial: the second inner step
                 kept.append(weights_of(model))
@@ -298,17 +287,17 @@ def test_weights_are_put_back_where_an_inner_step_fails() -> None:
     assert all(map(torch.equal, before, after))
 
 
-def test_bf16_autocast_has_the_weights_of_the_step_in_each_inner_step() -> None:
+def test_bf16_autocast_has_the_weights_of_the_step_in_each_inner_step():
     """Autocast keeps converted weights: those of the inner step before would be used again."""
 
-    def by_hand(model: nn.Module, batch: Any) -> torch.Tensor:
+    def by_hand(model, batch):
         with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
             return cross_entropy(model, batch)
 
-    found: list[list[torch.Tensor]] = []
+    found = []
     for loss, precision in ((cross_entropy, "bf16"), (by_hand, None)):
 
-        def train(ctx: Any, loss: Any = loss, precision: Any = precision) -> None:
+        def train(ctx, loss=loss, precision=precision):
             model = classifier()
             for _ in ctx.steps(model, outer(model), loss, precision=precision, **HOW):
                 pass
@@ -318,11 +307,11 @@ def test_bf16_autocast_has_the_weights_of_the_step_in_each_inner_step() -> None:
     assert all(map(torch.equal, *found))
 
 
-def test_inner_optimizer_leaves_no_memory_behind() -> None:
+def test_inner_optimizer_leaves_no_memory_behind():
     """A scheduler and its optimizer keep each other until they are collected as garbage."""
-    made: list[torch.optim.Optimizer] = []
+    made = []
 
-    def keeps(model: nn.Module, step: int) -> torch.optim.Optimizer:
+    def keeps(model, step):
         made.append(inner(model, step))
         return made[-1]
 
@@ -331,8 +320,8 @@ def test_inner_optimizer_leaves_no_memory_behind() -> None:
     assert not any(optimizer.state for optimizer in made)
 
 
-def test_row_group_that_cannot_be_decoded_is_left_out_in_each_inner_step(tmp_path: Path) -> None:
-    def train(ctx: Any) -> None:
+def test_row_group_that_cannot_be_decoded_is_left_out_in_each_inner_step(tmp_path):
+    def train(ctx):
         model = classifier()
         for step in ctx.steps(model, outer(model), cross_entropy, **HOW):
             ctx.log({"weight": step.weight})
@@ -344,22 +333,19 @@ def test_row_group_that_cannot_be_decoded_is_left_out_in_each_inner_step(tmp_pat
     assert run._session.skipped == ("row group 2 of part-1.parquet",)
 
 
-# ------------------------------------------------------------------------------------- is refused
-
-
-def trained_with(**options: Any) -> Callable[..., None]:
-    def train(ctx: Any) -> None:
+def trained_with(**options):
+    def train(ctx):
         model = classifier()
         loop(ctx, model, outer(model), **options)
 
     return train
 
 
-def of_another_parameter(model: nn.Module, step: int) -> torch.optim.Optimizer:
+def of_another_parameter(model, step):
     return torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.zeros(2))])
 
 
-def test_arguments_that_do_not_fit_are_refused_before_the_first_step() -> None:
+def test_arguments_that_do_not_fit_are_refused_before_the_first_step():
     once = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     for inner_steps, options, error, words in (
         (None, {"inner_optimizer": inner}, SpecError, "ctx.steps got inner_optimizer, and the job"),
@@ -377,8 +363,8 @@ def test_arguments_that_do_not_fit_are_refused_before_the_first_step() -> None:
             local(spec_of(steps=2, inner_steps=inner_steps), trained_with(**options))
 
 
-def test_parameter_that_only_the_inner_optimizer_trains_is_refused() -> None:
-    def train(ctx: Any) -> None:
+def test_parameter_that_only_the_inner_optimizer_trains_is_refused():
+    def train(ctx):
         model = classifier()
         loop(ctx, model, torch.optim.SGD(model[0].parameters(), lr=0.7), **HOW)
 
@@ -386,10 +372,10 @@ def test_parameter_that_only_the_inner_optimizer_trains_is_refused() -> None:
         local(spec_of(steps=2, inner_steps=INNER), train)
 
 
-def test_inner_optimizer_that_keeps_something_is_refused() -> None:
-    rates: list[float] = []
+def test_inner_optimizer_that_keeps_something_is_refused():
+    rates = []
 
-    def of_calls(model: nn.Module, step: int) -> torch.optim.Optimizer:
+    def of_calls(model, step):
         rates.append(0.1)
         return torch.optim.SGD(model.parameters(), lr=sum(rates))
 
@@ -397,11 +383,11 @@ def test_inner_optimizer_that_keeps_something_is_refused() -> None:
         local(spec_of(steps=2, inner_steps=INNER), trained_with(inner_optimizer=of_calls))
 
 
-def test_inner_loss_that_is_not_finite_is_named() -> None:
-    def train(ctx: Any) -> None:
+def test_inner_loss_that_is_not_finite_is_named():
+    def train(ctx):
         model = classifier()
 
-        def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        def loss_fn(model, batch):
             step = ctx._session.position.step + 1
             return cross_entropy(model, batch) * (math.nan if step == 2 and 7 in batch["i"] else 1)
 

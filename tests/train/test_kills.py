@@ -11,6 +11,7 @@ import itertools
 import os
 import signal
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -28,8 +29,11 @@ from tests.patience import eventually
 from tests.runs import ENDLESS, Points, at_size, group, in_turn, lines_of, local, losses_of, spec_of
 from tests.train.checkpointing.test_worker_checkpointer import steps_of
 from tests.train.jobs import (
+    adamw,
     average_and_plateau,
     batch_norm,
+    classifier,
+    cross_entropy,
     evaluates_after_the_loop,
     in_small_buckets,
     plain,
@@ -480,3 +484,32 @@ def test_lone_worker_killed_in_an_evaluation_after_the_loop(tmp_path):
     undisturbed = local(spec, evaluates_after_the_loop)
     assert (outcome.digest, outcome.step) == (undisturbed.digest, 10)
     check_final_metrics(run, undisturbed)
+
+
+SETTLED, END = 60, 300  # generations; every second one begins with a kill
+MAX_BYTES = 0.05 * 2**20  # for each kill
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+def test_survivor_of_a_hundred_kills_has_the_memory_that_it_had(tmp_path):
+    said = tmp_path / "resident"
+
+    def train(ctx):
+        model, generations, resident = classifier(), set(), {}
+        for _ in ctx.steps(model, adamw(model), cross_entropy):
+            generations.add(ctx._session.generation)
+            resident.setdefault(len(generations), resident_bytes())
+            if len(generations) == END:
+                said.write_text(str((resident[END] - resident[SETTLED]) * 2 / (END - SETTLED)))
+                ctx.stop("enough")
+            if ctx.world_size == 2 and ctx.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    spec = spec_of(steps=1 << 20, workers=2, virtual=2, max_time_s=600)
+    outcome, _ = group(spec, train, timeout_s=700)
+    assert outcome.workers_lost >= (END - SETTLED) // 2
+    assert float(said.read_text()) < MAX_BYTES

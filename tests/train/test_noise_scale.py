@@ -83,16 +83,6 @@ def test_noise_scale_is_the_textbooks_within_a_tenth_for_a_gaussian(virtual):
     )
 
 
-def test_mean_of_the_estimates_has_no_bias():
-    """Over an epoch each row counts as often as any other, and the mean of |G|² and tr(Σ) is right
-    to some per cent."""
-    x = Gaussian().x.double()
-    logged = local(gaussian(ROWS // 32, 8), measured).logged
-    square, trace = (sum(s[name] for s in logged) / len(logged) for name in ("square", "trace"))
-    assert trace == pytest.approx(float(x.var(0).sum()), rel=0.02)
-    assert square == pytest.approx(float(x.mean(0).square().sum()), rel=0.1)
-
-
 def test_weights_are_the_unit_of_the_noise_scale():
     """Rows that count three times each: a third as noisy for each unit of weight, and three times
     as many units."""

@@ -58,15 +58,6 @@ def fit(folder, train, max_steps):
     return runs.fit(train, folder, max_steps, virtual=4, checkpoint=every_2)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_restored_run_has_the_weights_of_the_one_at_once_and_learns(name, tmp_path):
-    at_once = fit(tmp_path / "at once", training(name), 12)
-    fit(tmp_path / "parts", training(name), 3)
-    restored = fit(tmp_path / "parts", training(name), 12)
-    assert restored.weights_sha256 == at_once.weights_sha256
-    assert at_once.metrics["loss"] < 3.5  # of 64 classes, of which 4 occur; at first about 4.2
-
-
 def test_restored_state_has_few_bits(tmp_path):
     def train(ctx):
         with torch.compiler.set_stance("force_eager"):
@@ -89,10 +80,16 @@ def train_in_fp8(ctx):
         hold(ctx, step)
 
 
-def test_restored_run_with_products_in_fp8_has_the_weights_of_the_one_at_once(tmp_path):
-    at_once = fit(tmp_path / "at once", train_in_fp8, 6)
-    fit(tmp_path / "parts", train_in_fp8, 3)
-    assert fit(tmp_path / "parts", train_in_fp8, 6).weights_sha256 == at_once.weights_sha256
+TRAININGS = {name: training(name) for name in OPTIMIZERS} | {"products in fp8": train_in_fp8}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_restored_run_has_the_weights_of_the_one_at_once_and_learns(name, tmp_path):
+    at_once = fit(tmp_path / "at once", TRAININGS[name], 12)
+    fit(tmp_path / "parts", TRAININGS[name], 3)
+    restored = fit(tmp_path / "parts", TRAININGS[name], 12)
+    assert restored.weights_sha256 == at_once.weights_sha256
+    assert at_once.metrics["loss"] < 3.5  # of 64 classes, of which 4 occur; at first about 4.2
 
 
 class Wrapping(torch.Tensor):

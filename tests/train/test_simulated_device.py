@@ -1,8 +1,6 @@
 """Whole runs on a device with CUDA's semantics: the same digests as on the processor, whichever way
 the gradients take, and one wait for the device in a step."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os
@@ -46,7 +44,7 @@ SLOW = pytest.mark.slow
 JOINS_IN_CI = (("receiving_state", 3),)
 
 
-def transport(ctx) -> DeviceTransport | None:
+def transport(ctx):
     main = ctx._session._groups.main
     return None if main is None else main.on_device
 
@@ -334,9 +332,6 @@ def test_worker_whose_device_fails_while_it_connects_is_lost(tmp_path):
     assert (outcome.digest, outcome.workers_lost) == (calm.digest, 1)
 
 
-# ------------------------------------------------------------ aborting and destroying that block
-
-
 def in_one_worker(train, file, act):
     """`act()` in the first worker that comes to its train function, but for the source."""
 
@@ -441,9 +436,6 @@ def test_run_whose_communicators_are_never_destroyed_to_the_end_has_the_local_di
     assert outcome.digest == local(spec_of(steps=outcome.step), plain).digest
     threads = set(file.read_text(encoding="utf-8").split())
     assert not threads & {"MainThread", "control"}, threads
-
-
-# ------------------------------------------------- other files' tests, on the simulated device
 
 
 @pytest.fixture

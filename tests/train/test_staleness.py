@@ -2,17 +2,11 @@
 digest for any number of workers, and after kills, joins and restarts; the sum of a gradient travels
 while the next one is computed."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from elastic_dp.config import JobSpec
 from elastic_dp.data import open_data
 from elastic_dp.distributed.cross_worker_reduction import BucketReduction
 from elastic_dp.errors import LossError, SpecError
@@ -26,13 +20,10 @@ from tests.train.jobs import adamw, classifier, classify, cross_entropy, plain
 LAST = 8  # step
 
 
-# ------------------------------------------------------------------------------- what is computed
-
-
-def weights_of_each_step(kept: list[Any], clip_norm: float | None = None) -> Callable[..., None]:
+def weights_of_each_step(kept, clip_norm=None):
     """The weights and the norm of the gradient after each step, without anything random."""
 
-    def train(ctx: Any) -> None:
+    def train(ctx):
         model = torch.nn.Sequential(
             torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4)
         )
@@ -46,17 +37,17 @@ def weights_of_each_step(kept: list[Any], clip_norm: float | None = None) -> Cal
     return train
 
 
-def weights_of(model: torch.nn.Module) -> list[torch.Tensor]:
+def weights_of(model):
     return [p.detach().clone() for p in model.parameters()]
 
 
-def put(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> None:
+def put(parameters, values):
     with torch.no_grad():
         for p, value in zip(parameters, values, strict=True):
             p.copy_(value)
 
 
-def tree_sum(leaves: list[torch.Tensor]) -> torch.Tensor:
+def tree_sum(leaves):
     """The left part of a node has the largest power of two of leaves that is not all of them."""
     if len(leaves) == 1:
         return leaves[0]
@@ -64,7 +55,7 @@ def tree_sum(leaves: list[torch.Tensor]) -> torch.Tensor:
     return tree_sum(leaves[:left]) + tree_sum(leaves[left:])
 
 
-def in_plain_torch(spec: JobSpec, initial: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+def in_plain_torch(spec, initial):
     """The weights before the first step and after each one: θ(t+1) = f(θ(t), g(t-1)), and in steps
     without a delay θ(t+1) = f(θ(t), g(t))."""
     virtual, steps = spec.scaling.num_virtual_workers, spec.max_steps
@@ -98,9 +89,9 @@ def in_plain_torch(spec: JobSpec, initial: list[torch.Tensor]) -> list[list[torc
 
 
 @pytest.mark.parametrize("staleness", [1, {0: 1, 3: 0, 4: 1, 7: 0}])
-def test_weights_after_each_step_are_those_of_a_loop_in_plain_torch(staleness: Any) -> None:
+def test_weights_after_each_step_are_those_of_a_loop_in_plain_torch(staleness):
     """With a last, shorter batch of an epoch, whose loss has other weights."""
-    kept: list[Any] = []
+    kept = []
     spec = spec_of(steps=LAST, virtual=5, rows=52, tail="short", staleness=staleness)
     local(spec, weights_of_each_step(kept))
     initial, *after = kept
@@ -114,10 +105,10 @@ def test_weights_after_each_step_are_those_of_a_loop_in_plain_torch(staleness: A
     assert [step for step, one in enumerate(after) if one[-2] == 0.0] == begins
 
 
-def test_norm_and_clipping_are_of_the_gradient_that_is_applied() -> None:
+def test_norm_and_clipping_are_of_the_gradient_that_is_applied():
     """At step 2 the weights are those of step 1, so g(1) is that of a run that is not delayed."""
-    ordinary: list[Any] = []
-    late: list[Any] = []
+    ordinary = []
+    late = []
     local(spec_of(steps=3), weights_of_each_step(ordinary, clip_norm=0.1))
     local(spec_of(steps=3, staleness=1), weights_of_each_step(late, clip_norm=0.1))
     assert late[2][-2] == ordinary[1][-2] > 0.1  # the norm before clipping
@@ -126,17 +117,17 @@ def test_norm_and_clipping_are_of_the_gradient_that_is_applied() -> None:
     assert late[2][-1] != ordinary[2][-1]
 
 
-def test_losses_with_weights_of_their_own_have_the_factor_of_their_step() -> None:
+def test_losses_with_weights_of_their_own_have_the_factor_of_their_step():
     """The mean of a step's losses is by the weights of that step, which the loss function gives."""
 
-    def weighs_the_step(model: torch.nn.Module, batch: Any) -> Any:
+    def weighs_the_step(model, batch):
         rows = float(len(batch["y"]))
         return cross_entropy(model, batch), rows * (1.0 + float(batch["i"].min()) / 64)
 
-    def trained(loss_fn: Any) -> list[torch.Tensor]:
-        kept: list[Any] = []
+    def trained(loss_fn):
+        kept = []
 
-        def train(ctx: Any) -> None:
+        def train(ctx):
             model = torch.nn.Linear(16, 4)
             for _ in ctx.steps(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn):
                 pass
@@ -153,23 +144,23 @@ def test_losses_with_weights_of_their_own_have_the_factor_of_their_step() -> Non
 class Moving(torch.nn.Module):
     """Has a buffer that each forward pass moves, and reads."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.head = torch.nn.Linear(16, 4)
         self.register_buffer("mean", torch.zeros(16))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         found = self.head(x - self.mean)
         self.mean.lerp_(x.mean(0), 0.5)
         return found
 
 
-def test_buffers_of_a_step_are_there_when_its_leaves_run_again() -> None:
+def test_buffers_of_a_step_are_there_when_its_leaves_run_again():
     """Leaves of step 2 run again in step 3, and their loss reads a buffer that each step moves."""
 
-    moved: list[torch.Tensor] = []
+    moved = []
 
-    def train(ctx: Any) -> None:
+    def train(ctx):
         model = Moving()
         for _ in ctx.steps(model, torch.optim.SGD(model.parameters(), lr=0.1), cross_entropy):
             moved.append(model.mean.clone())
@@ -184,11 +175,11 @@ def test_buffers_of_a_step_are_there_when_its_leaves_run_again() -> None:
         assert torch.equal(found, mean), step
 
 
-def test_parameter_that_the_body_freezes_gets_the_gradient_from_before() -> None:
+def test_parameter_that_the_body_freezes_gets_the_gradient_from_before():
     """Leaves of step 2 run again in step 3, when the body has frozen it."""
-    moved: list[bool] = []
+    moved = []
 
-    def train(ctx: Any) -> None:
+    def train(ctx):
         model = classifier()
         before = model[0].weight.detach().clone()
         for step in ctx.steps(model, adamw(model), cross_entropy):
@@ -202,9 +193,9 @@ def test_parameter_that_the_body_freezes_gets_the_gradient_from_before() -> None
 
 def test_memory_for_a_delay_is_there_only_in_delayed_steps():
     """That of the weights and buffers of the step before."""
-    held: list[bool] = []
+    held = []
 
-    def train(ctx: Any) -> None:
+    def train(ctx):
         model = torch.nn.Linear(16, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in ctx.steps(model, optimizer, lambda m, b: m(b["x"]).square().mean()):
@@ -214,27 +205,24 @@ def test_memory_for_a_delay_is_there_only_in_delayed_steps():
     assert held == [False] * 4 + [True] * 3 + [False] * 4  # the gradient of step 8 is dropped
 
 
-# ------------------------------------------------------------------------------------ it overlaps
-
-
-def in_order_of_events(train: Any, folder: Path) -> Any:
+def in_order_of_events(train, folder):
     """Rank 1 sends nothing of its gradients before rank 0 has run its first leaf of the step, and
     rank 0 does not begin its last leaf before it has sent its part of their sum."""
 
-    def ordered(ctx: Any) -> None:
+    def ordered(ctx):
         session = ctx._session
         launch, run_leaf, reduce = (
             DelayedGradient._launch,
             LeafRunner._run_leaf,
             BucketReduction.reduce,
         )
-        reduced: list[int] = []
-        ran: list[int] = []
+        reduced = []
+        ran = []
 
-        def file(step: int) -> Path:
+        def file(step):
             return folder / f"rank 0 has run a leaf of step {step}"
 
-        def launches(gradient: DelayedGradient) -> None:
+        def launches(gradient):
             step = session.position.step + 1
             if session.world_size == 2 and session.rank == 1 and step > 3:
                 eventually(file(step).exists)
@@ -242,11 +230,11 @@ def in_order_of_events(train: Any, folder: Path) -> Any:
             reduced.clear()
             ran.clear()
 
-        def reduces(exchange: BucketReduction) -> None:
+        def reduces(exchange):
             reduced.append(exchange.bucket.number)
             reduce(exchange)
 
-        def runs(leaves: LeafRunner, turn: Any, **given: Any) -> None:
+        def runs(leaves, turn, **given):
             step = turn.step
             if session.world_size == 2 and session.rank == 0 and step > 3:
                 if ran:
@@ -265,7 +253,7 @@ def in_order_of_events(train: Any, folder: Path) -> Any:
     return ordered
 
 
-def test_leaves_run_while_the_sum_of_the_step_before_is_in_flight(tmp_path: Path) -> None:
+def test_leaves_run_while_the_sum_of_the_step_before_is_in_flight(tmp_path):
     spec = spec_of(steps=6, workers=2, virtual=8, min_workers=2, staleness=1)
     outcome, _ = group(spec, in_order_of_events(plain, tmp_path))
     order = (tmp_path / "order").read_text(encoding="utf-8").splitlines()
@@ -273,19 +261,16 @@ def test_leaves_run_while_the_sum_of_the_step_before_is_in_flight(tmp_path: Path
     assert outcome.digest == local(spec, plain).digest
 
 
-# ------------------------------------------------------------------------------------- is refused
-
-
 class Weight(torch.nn.Module):
     """What a body changes, in an object of `state=`."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("value", torch.zeros(()))
 
 
-def scaled_by(what: str) -> Any:
-    def train(ctx: Any) -> None:
+def scaled_by(what):
+    def train(ctx):
         weight, model = Weight(), classifier()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -334,10 +319,10 @@ class Unnamed:
 
     __slots__ = ("count",)
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.count = 0
 
-    def __call__(self, m: Any, b: Any) -> Any:
+    def __call__(self, m, b):
         return cross_entropy(m, b) * (1 + self.count)
 
 
@@ -345,7 +330,7 @@ class Unnamed:
 def test_loss_that_depends_on_the_body_in_a_way_that_is_not_seen_is_refused(staleness, step):
     """In the third delayed step, and not only after the loss of a worker."""
 
-    def train(ctx: Any) -> None:
+    def train(ctx):
         model, loss_fn = classifier(), Unnamed()
         for _ in ctx.steps(model, adamw(model), loss_fn):
             loss_fn.count += 1
@@ -355,7 +340,7 @@ def test_loss_that_depends_on_the_body_in_a_way_that_is_not_seen_is_refused(stal
         local(spec, train)
 
 
-def test_noise_scale_is_refused_before_the_first_step() -> None:
+def test_noise_scale_is_refused_before_the_first_step():
     train = partial(classify, noise_scale_every=1)
     with pytest.raises(SpecError, match=r"noise_scale_every needs .* staleness=1"):
         local(spec_of(steps=2, staleness=1), train)

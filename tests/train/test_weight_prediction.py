@@ -1,18 +1,14 @@
-"""Weights some updates ahead (`edp.WeightPrediction`): those of a loop that predicts them by hand;
-a delay that is borne with it and not without; with kills, joins and restores."""
-
-from __future__ import annotations
+"""Weights some updates ahead (`edp.WeightPrediction`): those of a loop that predicts them by hand,
+and their state in copies."""
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import torch
 
 import elastic_dp as edp
-from elastic_dp.errors import ModelError, SpecError
-from elastic_dp.extensions.sharding.shardable_optimizers import check_shardable
+from elastic_dp.errors import SpecError
 from elastic_dp.train import master_weights
 from tests.train.jobs import classifier, loop
 from tests.train.test_master_weights import gradients, update
@@ -52,19 +48,6 @@ def test_parameters_are_the_weights_and_their_last_change_some_times(
                 assert ahead or torch.equal(p, their.to(dtype))
 
 
-@pytest.mark.parametrize(("ahead", "is_borne"), [(0.0, False), (1.0, False), (2.0, True)])
-def test_late_gradients_of_a_quadratic_are_borne_two_updates_ahead(ahead, is_borne):
-    """A rate of 4.5 / curvature, momentum 0.95, and gradients that are one step late."""
-    p = torch.nn.Parameter(torch.ones(1))
-    how = {"lr": 4.5, "momentum": 0.95, "dampening": 0.95}
-    optimizer = edp.WeightPrediction([p], torch.optim.SGD, ahead=ahead, **how)
-    late = torch.zeros(1)
-    for _ in range(600):
-        p.grad, late = late, p.detach().clone()
-        optimizer.step()
-    assert p.abs() < 1e-3 if is_borne else p.abs() > 10
-
-
 def test_number_of_updates_ahead_may_change_with_the_updates_before():
     one, other = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     optimizer = edp.WeightPrediction(
@@ -99,18 +82,9 @@ def test_prediction_with_another_optimizer_is_refused():
         edp.WeightPrediction(classifier().parameters(), torch.optim.LBFGS, lr=0.1)
 
 
-def test_sharding_of_predictions_is_refused_by_name():
-    model = classifier()
-    optimizer = edp.WeightPrediction(model.parameters(), torch.optim.AdamW)
-    with pytest.raises(
-        ModelError, match=r"optimizer is a .*\.WeightPrediction, of which it is not"
-    ):
-        check_shardable(optimizer, dict(model.named_parameters()), None)
-
-
 @pytest.mark.parametrize("how", ["copy", "pickle", "state"])
 def test_copy_with_its_model_updates_as_the_original(how):
-    def new() -> Any:
+    def new():
         model = classifier().to(torch.bfloat16)
         return model, edp.WeightPrediction(
             model.parameters(), torch.optim.AdamW, lr=1e-3, ahead={0: 1.5, 2: 3.0}
@@ -131,10 +105,7 @@ def test_copy_with_its_model_updates_as_the_original(how):
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
-# ------------------------------------------------------------------------------------- whole runs
-
-
-def predicting(ctx: Any) -> None:
+def predicting(ctx):
     model = classifier()
     optimizer = edp.WeightPrediction(
         model.parameters(), torch.optim.NAdam, lr=1e-2, ahead={0: 0, 4: 1.5}

@@ -1,8 +1,6 @@
 """Whole runs with rounded gradients (`wire="bf16"` and `wire="int8"`): one digest for any number of
 workers, and after kills, joins and restarts."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

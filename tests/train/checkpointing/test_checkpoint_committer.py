@@ -101,22 +101,23 @@ def _nothing_is_requested(monkeypatch):
 
 
 @pytest.fixture
-def stage(tmp_path):
-    stage = Stage(str(tmp_path))
-    assert stage.goes_on_from() is None
-    yield stage
-    stage.committer.close()
+def begun(tmp_path):
+    """Makes committers that go on from nothing, and closes them in the end."""
+    made = []
+
+    def begin(folder=tmp_path, **options):
+        made.append(Stage(str(folder), **options))
+        assert made[-1].goes_on_from() is None
+        return made[-1]
+
+    yield begin
+    for stage in made:
+        stage.committer.close()
 
 
-def test_committed_when_all_have_written(stage):
-    members = ("w1", "w2", "w3")
-    stage.write("w2", members, [2, 3])
-    stage.write("w1", members, [0, 1])
-    assert stage.catalog.names() == []
-    stage.write("w3", members, [4, 5])
-    assert stage.committed.get(timeout=PATIENCE_S) == 5
-    assert stage.goes_on_from() == 5
-    assert stage.asked.empty()
+@pytest.fixture
+def stage(begun):
+    return begun()
 
 
 def test_duration_of_a_checkpoint_begins_with_the_first_snapshot(stage):
@@ -130,15 +131,13 @@ def test_duration_of_a_checkpoint_begins_with_the_first_snapshot(stage):
     assert stage.durations_s == [duration_s, 0.0]
 
 
-def test_committer_without_work_sleeps(tmp_path, monkeypatch):
+def test_committer_without_work_sleeps(begun, monkeypatch):
     monkeypatch.setattr(checkpoint_committer, "_PATIENCE_S", 5.0)
-    stage = Stage(str(tmp_path), lease_s=1e6)
-    assert stage.goes_on_from() is None
+    stage = begun(lease_s=1e6)
     stage.write("w1", ("w1",), range(6))
     assert stage.committed.get(timeout=PATIENCE_S) == 5
     stage.comes_to_rest()
     assert stage.committer._idle_s() > 1e4
-    stage.committer.close()
 
 
 def test_rejected_checkpoint_leaves_the_history_and_is_never_committed(stage):
@@ -235,9 +234,8 @@ def test_uncommitted_parts_are_discarded_when_their_writers_are_lost(stage):
     assert not any("not the same" in text for text in stage.told)
 
 
-def test_checkpoint_by_time_is_requested_and_has_the_metrics_of_its_step(tmp_path):
-    stage = Stage(str(tmp_path), config=CheckpointConfig(every_s=2.0))
-    assert stage.goes_on_from() is None
+def test_checkpoint_by_time_is_requested_and_has_the_metrics_of_its_step(begun):
+    stage = begun(config=CheckpointConfig(every_s=2.0))
     for step in (4, 5, 6):
         stage.committer.log(step, {"loss": step / 2, "name": "mine"})
     asked_at = stage.wanted.get(timeout=PATIENCE_S)
@@ -246,17 +244,15 @@ def test_checkpoint_by_time_is_requested_and_has_the_metrics_of_its_step(tmp_pat
     assert next(stage.catalog.commits()).metadata.metrics == {"loss": 2.5}
     # It says so a moment after it has looked at the clock, and on a busy machine a long one.
     assert stage.wanted.get(timeout=PATIENCE_S) - asked_at > 0.1
-    stage.committer.close()
 
 
-def test_best_checkpoint_is_kept_when_the_run_is_stopped_at_a_step_without_a_value(tmp_path):
+def test_best_checkpoint_is_kept_when_the_run_is_stopped_at_a_step_without_a_value(begun):
     """The last step took the value of the evaluation before it, tied with the best, and the best
     was deleted."""
     config = CheckpointConfig(
         num_to_keep=1, checkpoint_score_attribute="accuracy", checkpoint_score_order="max"
     )
-    stage = Stage(str(tmp_path), config=config)
-    assert stage.goes_on_from() is None
+    stage = begun(config=config)
     for step, logged in ((5, {"accuracy": 0.9}), (6, {}), (7, {"accuracy": 0.4}), (9, {})):
         stage.committer.log(step, {"loss": 1.0} | logged)
         stage.snapshot.take(step, {"weights": TREE["weights"] + step})
@@ -270,7 +266,6 @@ def test_best_checkpoint_is_kept_when_the_run_is_stopped_at_a_step_without_a_val
     ]
     assert stage.catalog.best(Keep(score_attribute="accuracy")).step == 5
     assert sum("is not ranked" in text for text in stage.told) == 1
-    stage.committer.close()
 
 
 def of_user(value, weights=0.0):
@@ -310,10 +305,9 @@ def test_state_that_differs_is_an_error_by_key_and_the_majority_has_a_checkpoint
     assert load(stage.catalog, commit)["body"]["user"]["ema"]["n"] == 1
 
 
-def test_weights_that_differ_are_committed_only_if_no_step_follows(tmp_path):
+def test_weights_that_differ_are_committed_only_if_no_step_follows(begun, tmp_path):
     for follows in (True, False):
-        stage = Stage(str(tmp_path / str(follows)))
-        assert stage.goes_on_from() is None
+        stage = begun(tmp_path / str(follows))
         trees = {"w1": of_user(1.0), "w2": of_user(1.0), "w3": of_user(2.0, weights=1.0)}
         report_shares(stage, trees)
         missing = stage.asked.get(timeout=PATIENCE_S)
@@ -350,9 +344,8 @@ def test_a_silent_one_is_not_waited_for_without_end(stage, monkeypatch):
     assert stage.committed.get(timeout=PATIENCE_S) == 10
 
 
-def test_a_second_one_waits_and_goes_on_from_what_was_committed(tmp_path):
-    first = Stage(str(tmp_path))
-    assert first.goes_on_from() is None
+def test_a_second_one_waits_and_goes_on_from_what_was_committed(begun, tmp_path):
+    first = begun()
     second = Stage(str(tmp_path))
     found = queue.Queue()
     second.committer.find(found.put)
@@ -366,10 +359,9 @@ def test_a_second_one_waits_and_goes_on_from_what_was_committed(tmp_path):
     second.committer.close()
 
 
-def test_committer_with_the_token_continues_the_lease_of_one_that_is_gone(tmp_path):
+def test_committer_with_the_token_continues_the_lease_of_one_that_is_gone(begun, tmp_path):
     """On another machine nobody can see that the holder is gone; a minute would be lost."""
-    first = Stage(str(tmp_path), lease_s=60.0, token="of the run")
-    assert first.goes_on_from() is None
+    first = begun(lease_s=60.0, token="of the run")
     first.write("w1", ("w1",), range(6))
     assert first.committed.get(timeout=PATIENCE_S) == 5
     second = Stage(str(tmp_path), lease_s=60.0, token="of the run")
@@ -379,12 +371,10 @@ def test_committer_with_the_token_continues_the_lease_of_one_that_is_gone(tmp_pa
     assert [second.committed.get(timeout=PATIENCE_S) for _ in range(2)] == [5, 10]
     assert [step for step, _ in second.catalog.names()] == [5, 10]
     second.committer.close()
-    first.committer.close()
 
 
-def test_committer_that_slept_over_its_lease_stands_down(tmp_path):
-    first = Stage(str(tmp_path), lease_s=0.6)
-    assert first.goes_on_from() is None
+def test_committer_that_slept_over_its_lease_stands_down(begun, tmp_path):
+    first = begun(lease_s=0.6)
     asleep = threading.Event()
     first.committer.find(lambda step: asleep.wait(PATIENCE_S))  # its thread does nothing meanwhile
     second = Stage(str(tmp_path), lease_s=0.6)
@@ -400,9 +390,8 @@ def test_committer_that_slept_over_its_lease_stands_down(tmp_path):
     second.committer.close()
 
 
-def test_last_checkpoint_of_members_that_differ_and_are_gone_has_the_weights(tmp_path):
-    stage = Stage(str(tmp_path))
-    assert stage.goes_on_from() is None
+def test_last_checkpoint_of_members_that_differ_and_are_gone_has_the_weights(begun):
+    stage = begun()
     for rank, worker in enumerate(("w1", "w2", "w3")):
         report(stage, worker, of_user(float(rank)), range(2 * rank, 2 * rank + 2))
     stage.committer.close()

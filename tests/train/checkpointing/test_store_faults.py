@@ -1,13 +1,9 @@
 """Training from a store that fails: the data stays exact, a store that is gone pauses the run, and
 it goes on by itself."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_dp.checkpoint import uploader
-from elastic_dp.config import DataConfig, JobSpec
+from elastic_dp.config import DataConfig
 from elastic_dp.coordinator.messages import StopRequested
 from tests.patience import eventually
 from tests.runs import ENDLESS, PATIENT, group, local, spec_of
@@ -33,7 +29,7 @@ MEMORY_BYTES = 3 << 20
 STEPS = 12
 
 
-def shard(number: int) -> bytes:
+def shard(number):
     rng = np.random.default_rng(number)
     x = rng.standard_normal((ROWS, 16)).astype(np.float32)
     padding = rng.integers(0, 256, ROWS * PADDING, dtype=np.uint8)
@@ -51,31 +47,31 @@ def shard(number: int) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def train(ctx: Any) -> None:
+def train(ctx):
     model = classifier()
     optimizer = adamw(model)
     loop(ctx, model, optimizer, clip_norm=1.0)
 
 
-def job(data: DataConfig, storage_timeout_s: float, steps: int = STEPS) -> JobSpec:
+def job(data, storage_timeout_s, steps=STEPS):
     failure = dataclasses.replace(PATIENT, storage_timeout_s=storage_timeout_s)
     return spec_of(steps=steps, workers=2, min_workers=2, data=data, failure=failure)
 
 
-def config(url: str, **options: Any) -> DataConfig:
+def config(url, **options):
     return DataConfig(url, micro_batch_size=4, memory_bytes=MEMORY_BYTES, **options)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+def undisturbed(tmp_path_factory):
     """The digest of the run of so many steps whose data lies on the disk."""
-    folder: Path = tmp_path_factory.mktemp("shards")
+    folder = tmp_path_factory.mktemp("shards")
     for number in range(SHARDS):
         (folder / f"{number:02}.parquet").write_bytes(shard(number))
     return lambda steps: local(job(config(str(folder)), 60.0, steps), train).digest
 
 
-def put(proxy: FaultProxy, bucket: str, *, twice: bool) -> DataConfig:
+def put(proxy, bucket, *, twice):
     """`twice`: each object was another one before, so that there is something stale to serve."""
     rates, proxy.rates = proxy.rates, {"stale": 1e-9}  # from now on it keeps what was before
     send(proxy.url, bucket, b"")
@@ -102,7 +98,7 @@ def test_a_store_that_is_gone_pauses_the_run(undisturbed, moto):
     with FaultProxy(moto) as proxy:
         data = put(proxy, "is-gone", twice=False)
 
-        def away(run: Any) -> None:
+        def away(run):
             proxy.go_away()
             eventually(lambda: any("going on until it is back" in text for text in said(run)))
             proxy.come_back()
@@ -115,12 +111,12 @@ def test_a_store_that_is_gone_pauses_the_run(undisturbed, moto):
         assert outcome.workers_lost == 0
 
 
-def keeps_in_a_store_that_is_away(ctx: Any) -> None:
+def keeps_in_a_store_that_is_away(ctx):
     """Except for step 5, no write of a member ends before the file `back` is there."""
     store, back = ctx._session.checkpoints._catalog.store, Path(ctx.config["back"])
     write, uploader.PATIENCE_S = store.write, 0.3
 
-    def waiting(path: str, *args: Any, **options: Any) -> None:
+    def waiting(path, *args, **options):
         while "00005/" not in path and not back.exists():
             time.sleep(0.01)
         write(path, *args, **options)

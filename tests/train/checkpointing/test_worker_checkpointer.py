@@ -22,7 +22,7 @@ from elastic_dp.storage import Store
 from elastic_dp.train.generations import state_transfer
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.generations.worker_progress import WorkerProgress
-from elastic_dp.train.state.train_state import StepRecord, TrainState
+from elastic_dp.train.state.train_state import StepRecord
 from tests.patience import eventually
 from tests.runs import (
     ENDLESS,
@@ -152,17 +152,6 @@ def test_killed_as_the_state_is_copied(tmp_path):
     assert committed == sorted({*range(5, outcome.step, 5), outcome.step})  # as any run's end
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_it_is_used(calm, tmp_path):
-    group(job(steps=20), average_and_plateau, url=str(tmp_path))
-    newest = sorted(tmp_path.glob("checkpoints/step-*20/*"))[0]
-    content = bytearray(newest.read_bytes())
-    content[-1] ^= 1
-    newest.write_bytes(content)
-    outcome, run = group(job(), average_and_plateau, url=str(tmp_path))
-    assert (outcome.error, outcome.digest) == (None, calm.digest)
-    assert any("step 20 is damaged" in text for text in texts_of(run))
-
-
 def test_requested_checkpoint_is_taken_at_one_step_by_all(tmp_path):
     spec = job(ENDLESS, checkpoint=CheckpointConfig())
     script = [
@@ -195,11 +184,7 @@ def test_a_wish_ends_with_the_step_that_is_kept_also_where_it_is_taken_over(kept
     """A worker that joins keeps nothing of this step: its wish stays."""
     record = StepRecord(5, 0, False, 0.5, 8.0, {}, 0.1, kept=kept)
     tree = dict(
-        position=[5, 0, 0],
-        of_finished_bodies=(0, None),
-        agreed=4,
-        evaluations=[],
-        ended=None,
+        position=[5, 0, 0], of_finished_bodies=(0, None), agreed=4, evaluations=[], ended=None
     )
     progress, control = WorkerProgress(TrainingPosition(4), has_state=has_state), WorkerControl()
     control._generation, control._inside = 1, True
@@ -259,16 +244,10 @@ def test_an_operator_who_asks_for_one_that_cannot_be_made_does_no_harm(tmp_path)
     assert f"step {outcome.step}:" in (last or [asked])[-1], texts_of(run)
 
 
-def test_the_weights_of_a_run_can_be_loaded_without_it(calm, tmp_path):
-    group(job(), average_and_plateau, url=str(tmp_path))
-    loaded = edp.load_state(str(tmp_path))
-    model = classifier()
-    model.load_state_dict(loaded.model)
-    state = TrainState(model, adamw(model), None, None, {})
-    assert state.digest() == calm.digest
-    assert loaded.step == STEPS
+def test_a_checkpoint_says_whose_it_is(tmp_path):
+    group(job(steps=5), average_and_plateau, url=str(tmp_path))
     metadata = Catalog(Store(str(tmp_path))).find().metadata
-    assert metadata.job and metadata.data, "it says whose it is"
+    assert metadata.job and metadata.data
     assert {"python", "torch", "elastic_dp", "kind"} <= set(metadata.versions)
 
 

@@ -17,7 +17,7 @@ from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_norm import GradientClipping
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.reduction_tree import Share, TreeLeaf, fold
+from elastic_dp.distributed.reduction_tree import fold
 from tests.distributed.meeting import InMemory, form
 from tests.train.exactness.test_torch_optimizers import CASES, shapes
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 VIRTUAL, STEPS, CLIP_NORM = 8, 2, 0.5
 
 
-def equal_shares(world_size: int) -> list[Share]:
+def equal_shares(world_size):
     ends = [VIRTUAL * rank // world_size for rank in range(world_size + 1)]
     return [[pair] for pair in itertools.pairwise(ends)]
 
@@ -36,7 +36,7 @@ def factors(kind, dtype, step, virtual_worker):
     return [torch.randn(shape, generator=make).to(dtype) for shape in shapes(kind)]
 
 
-def digest(group: ProcessGroup, kind, options, dtype, exact: bool) -> str:
+def digest(group, kind, options, dtype, exact):
     """The digest of this worker's clipped gradients, their norm and its weights after each step."""
     make = torch.Generator().manual_seed(0)
     parameters = [
@@ -49,7 +49,7 @@ def digest(group: ProcessGroup, kind, options, dtype, exact: bool) -> str:
     gradients = GradientReducer(named, exchange=exchange)
     gradients.open(group, shares, VIRTUAL, exact)
     found = hashlib.sha256()
-    leaves: list[TreeLeaf] = [leaf for one in shares[group.rank] for leaf in fold(*one, VIRTUAL)]
+    leaves = [leaf for one in shares[group.rank] for leaf in fold(*one, VIRTUAL)]
     for step in range(STEPS):
         gradients.begin()
         for leaf in leaves:
@@ -76,10 +76,10 @@ def digest(group: ProcessGroup, kind, options, dtype, exact: bool) -> str:
     return found.hexdigest()
 
 
-def digests(world_size: int, chosen=CASES, exact: bool = True) -> dict[str, set[str]]:
+def digests(world_size, chosen=CASES, exact=True):
     """The digests of all workers, by the name of the case."""
 
-    def of_all(group: ProcessGroup) -> dict[str, str]:
+    def of_all(group):
         return {name: digest(group, *case, exact) for name, *case in chosen}
 
     if world_size == 1:
@@ -87,7 +87,7 @@ def digests(world_size: int, chosen=CASES, exact: bool = True) -> dict[str, set[
     else:
         meet = InMemory()
 
-        def member(rank: int) -> dict[str, str]:
+        def member(rank):
             group = form(meet, rank, world_size)
             try:
                 return of_all(group)
@@ -102,7 +102,7 @@ def digests(world_size: int, chosen=CASES, exact: bool = True) -> dict[str, set[
 @pytest.fixture(autouse=True)
 def _dropped_here(monkeypatch):
     """Groups go with their test, and not on a thread that may outlive the interpreter."""
-    left: list[object] = []
+    left = []
     monkeypatch.setattr(process_group._abandoned_groups, "add", left.append)
     monkeypatch.setattr(gradient_units, "UNIT_BYTES", 1024)  # so that parameters are cut
     yield

@@ -1,13 +1,18 @@
-"""Which machines are expected to compute the same bits."""
+"""Which machines are expected to compute the same bits, and what breaks exactness, or changes when
+a run is started again, is said by name."""
 
 import types
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from elastic_dp.errors import SpecError
 from elastic_dp.train.exactness.machine_kind import DeterministicKernels, machine_kind
+from tests.runs import local, spec_of
+from tests.train.jobs import classify
 
 CPUS = {
     "intel": (
@@ -23,7 +28,7 @@ CPUS = {
 }
 
 
-def kind(monkeypatch, cpuinfo: str) -> str:
+def kind(monkeypatch, cpuinfo):
     monkeypatch.setattr(Path, "read_text", lambda path: cpuinfo)
     return machine_kind(torch.device("cpu"), exact=True)
 
@@ -38,7 +43,7 @@ def test_processors_of_two_makes_are_two_kinds_and_their_speed_is_none(monkeypat
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_machine_without_proc(monkeypatch, exact):
-    def missing(path: Path) -> str:
+    def missing(path):
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(Path, "read_text", missing)
@@ -137,10 +142,34 @@ def test_operation_without_a_deterministic_kernel_is_named_in_each_run_of_a_proc
         warnings.simplefilter(action)
         always = torch.is_warn_always_enabled()
         for _ in range(2):
-            because: list[str] = []
+            because = []
             with DeterministicKernels(True, because, torch.device("cpu")):
                 for _ in range(3):
                     has_no_deterministic_kernel()
-            assert len(because) == 1 and because[0].startswith("put_ does not")
+            assert because == ["put_ does not have a deterministic implementation"]
         assert not [one for one in warnings.filters if "deterministic" in str(one[1])]
         assert torch.is_warn_always_enabled() == always
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "options", [{"precision": "bf16"}, {"clip_norm": 0.3}, {"clip_value": 0.1}]
+)
+def test_option_of_the_loop_that_changes_at_a_restart_is_said_by_name(options, tmp_path):
+    said = []
+    local(spec_of(steps=3), classify, str(tmp_path), said.append)
+    assert not [text for text in said if "of ctx.steps" in text]
+    local(spec_of(steps=5), partial(classify, **options), str(tmp_path), said.append)
+    ((name, value),) = options.items()
+    expected = f"{name}={value!r} of ctx.steps counts from step 4 on; it was None before"
+    assert [text for text in said if expected in text]
+
+
+def test_flags_of_torch_that_may_not_be_set_are_refused_by_name(monkeypatch):
+    flags = torch.backends.disable_global_flags.__globals__
+    monkeypatch.setitem(flags, "__allow_nonbracketed_mutation_flag", False)
+    with pytest.raises(SpecError, match="disable_global_flags"):
+        DeterministicKernels(True, [], CPU).__enter__()
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -2,9 +2,14 @@
 
 import itertools
 
+import pytest
 import torch
 from torch import optim
 
+from elastic_dp.train.exactness.elementwise_updates import (
+    parameters_to_keep_whole,
+    updates_equal_in_pieces,
+)
 from elastic_dp.train.exactness.torch_optimizers import may_write_to_gradients
 from tests.runs import local, spec_of
 from tests.train.jobs import classifier, cross_entropy
@@ -109,3 +114,55 @@ def test_norm_that_is_read_after_the_update_is_that_of_the_gradient():
         return found
 
     assert norms(True) == norms(False)
+
+
+CPU = torch.device("cpu")
+
+
+def test_probe_cuts_adamw_in_fp32():
+    assert updates_equal_in_pieces(torch.optim.AdamW, {"lr": 0.01}, torch.float32, CPU)
+
+
+def test_probe_keeps_a_parameter_whole_whose_last_elements_round_otherwise(monkeypatch):
+    """A vectorized kernel does so whose scalar tail rounds in another way."""
+
+    class Tail(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self):
+            super().step()
+            for p in self.param_groups[0]["params"]:
+                p[-1:].mul_(1 + 2**-22)
+
+    module = "elastic_dp.train.exactness.elementwise_updates.ELEMENTWISE"
+    monkeypatch.setattr(module, frozenset({Tail}))
+    assert not updates_equal_in_pieces(Tail, {"lr": 0.1}, torch.float32, CPU)
+
+
+def test_probe_sees_state_that_differs_while_the_parameter_does_not(monkeypatch):
+    class Count(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["mean"] = p.grad.mean().expand_as(p).clone()
+
+    module = "elastic_dp.train.exactness.elementwise_updates.ELEMENTWISE"
+    monkeypatch.setattr(module, frozenset({Count}))
+    assert not updates_equal_in_pieces(Count, {"lr": 0.1}, torch.float32, CPU)
+
+
+class Subclass(torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon, Subclass])
+def test_optimizer_not_known_to_be_elementwise_keeps_all_parameters_whole(kind):
+    parameters = [torch.nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
+    assert parameters_to_keep_whole(kind(parameters[1:]), parameters) == {1, 2}
+
+
+def test_probe_leaves_optimizer_parameters_and_random_state_as_they_are():
+    parameters = [torch.nn.Parameter(torch.ones(4))]
+    optimizer, before = torch.optim.Adam(parameters, lr=0.1), torch.get_rng_state()
+    assert parameters_to_keep_whole(optimizer, parameters) == set()
+    assert not optimizer.state and torch.equal(parameters[0].detach(), torch.ones(4))
+    assert torch.equal(torch.get_rng_state(), before)

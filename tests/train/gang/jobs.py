@@ -1,14 +1,9 @@
 """The job of the tests of gangs, whose workers have two processes."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import nn
 
-from elastic_dp.config import JobSpec, MapStyleData
+from elastic_dp.config import MapStyleData
 from elastic_dp.testing.process_worker_group import preload
 from tests.imported_when_used import ImportedWhenUsed
 from tests.runs import Points, spec_of
@@ -20,21 +15,16 @@ preload("torch.distributed.fsdp")
 STEPS = 8
 
 
-def gangs(workers: int, *, steps: int = STEPS, **options: Any) -> JobSpec:
+def gangs(workers, *, steps=STEPS, **options):
     """Returns a job whose workers have two processes by default."""
     config = {"eval": MapStyleData(Points(24), micro_batch_size=4)} | options.pop("config", {})
     options = {"min_workers": workers, "processes_per_worker": 2} | options
     return spec_of(
-        steps=steps,
-        workers=workers,
-        virtual=4,
-        micro_batch_size=2,
-        config=config,
-        **options,
+        steps=steps, workers=workers, virtual=4, micro_batch_size=2, config=config, **options
     )
 
 
-def run(ctx: Any, model: nn.Module, loss_fn: Callable[..., Any] = cross_entropy) -> None:
+def run(ctx, model, loss_fn=cross_entropy):
     """With clipping, a scheduler, an evaluation in a body, and an average of the losses in
     `state=`."""
     optimizer, average = adamw(model), Kept(0.0)
@@ -51,19 +41,16 @@ def run(ctx: Any, model: nn.Module, loss_fn: Callable[..., Any] = cross_entropy)
         hold(ctx, step)
 
 
-# ------------------------------------------------------------------------------------ fully_shard
-
-
-def fully_sharded(ctx: Any) -> nn.Module:
+def fully_sharded(ctx):
     model = classifier()
     if ctx._session.gang is None:
         return model
     for layer in model:
         if isinstance(layer, nn.Linear | nn.LayerNorm):
             fsdp.fully_shard(layer, mesh=ctx.mesh)
-    sharded: nn.Module = fsdp.fully_shard(model, mesh=ctx.mesh)
+    sharded = fsdp.fully_shard(model, mesh=ctx.mesh)
     return sharded
 
 
-def trains(ctx: Any) -> None:
+def trains(ctx):
     run(ctx, fully_sharded(ctx))

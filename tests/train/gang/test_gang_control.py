@@ -1,11 +1,8 @@
 """What the first process of a worker does with what its others say: no loss of a process is told as
 an error of user code, and no process goes another way unnoticed."""
 
-from __future__ import annotations
-
 import queue
 from multiprocessing import Pipe
-from typing import Any
 
 import pytest
 
@@ -25,10 +22,10 @@ FAILED = WorkerFailed("w1", "RuntimeError: Connection closed by peer", "", None)
 
 
 @pytest.fixture
-def leader(monkeypatch: pytest.MonkeyPatch) -> Any:
+def leader(monkeypatch):
     """Returns the control, the other ends of its connections, and what it passes on."""
     ours, theirs = zip(*(Pipe() for _ in range(2)), strict=True)
-    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    told = queue.SimpleQueue()
     control = LeaderControl()
     control.lead(ours, told.put, told.put, lambda *fault: told.put(fault))
     yield control, theirs, told
@@ -38,14 +35,12 @@ def leader(monkeypatch: pytest.MonkeyPatch) -> Any:
         connection.close()
 
 
-def heard(connection: Any) -> Any:
+def heard(connection):
     assert connection.poll(PATIENCE_S)
     return connection.recv()
 
 
-def test_failure_of_one_process_is_passed_on_once_all_have_shown_that_they_live(
-    leader: Any,
-) -> None:
+def test_failure_of_one_process_is_passed_on_once_all_have_shown_that_they_live(leader):
     _, theirs, failures = leader
     theirs[0].send(FAILED)
     assert [heard(connection) for connection in theirs] == 2 * [Signal.ARE_YOU_THERE]
@@ -56,13 +51,13 @@ def test_failure_of_one_process_is_passed_on_once_all_have_shown_that_they_live(
     assert failures.get(timeout=PATIENCE_S) == FAILED
 
 
-def test_fault_of_a_device_is_told_before_its_process_ends(leader: Any) -> None:
+def test_fault_of_a_device_is_told_before_its_process_ends(leader):
     _, theirs, told = leader
     theirs[1].send(Faulted("device fault", "CUDA error"))
     assert told.get(timeout=PATIENCE_S) == ("device fault", "CUDA error")
 
 
-def test_process_at_another_point_is_an_error_that_says_what_to_do(leader: Any) -> None:
+def test_process_at_another_point_is_an_error_that_says_what_to_do(leader):
     control, theirs, _ = leader
     theirs[0].send(Arrived("attempt", None))
     theirs[1].send(Arrived("exchange", b""))
@@ -70,7 +65,7 @@ def test_process_at_another_point_is_an_error_that_says_what_to_do(leader: Any) 
         control.may_attempt(1)
 
 
-def test_process_that_leaves_sends_the_others_away(leader: Any) -> None:
+def test_process_that_leaves_sends_the_others_away(leader):
     control, theirs, _ = leader
     theirs[0].send(Arrived("commit", None))
     theirs[1].send(Signal.LEAVING)
@@ -85,7 +80,7 @@ def test_process_that_leaves_sends_the_others_away(leader: Any) -> None:
     assert isinstance(refused.error, GroupAborted)
 
 
-def test_process_that_did_not_start_is_named_with_its_own_traceback(leader: Any) -> None:
+def test_process_that_did_not_start_is_named_with_its_own_traceback(leader):
     control, theirs, _ = leader
     theirs[0].send(Arrived("exchange", b""))
     theirs[1].send("Traceback (most recent call last):\n  in job\nModuleNotFoundError: No module\n")

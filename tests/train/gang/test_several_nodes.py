@@ -1,8 +1,6 @@
 """Workers whose processes are on several nodes, which are network namespaces here: the weights are
 those of workers on one node, whatever happens to any process or cable, and strangers do nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools
@@ -12,7 +10,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from multiprocessing import Pipe
 from typing import Any
 
@@ -26,8 +23,7 @@ from elastic_dp.extensions.gangs import gang_connections
 from elastic_dp.extensions.gangs.gang_connections import accept, connect
 from elastic_dp.extensions.gangs.gang_control import FollowerControl, LeaderControl
 from elastic_dp.extensions.gangs.gang_mesh import interface_of
-from elastic_dp.testing.process_worker_group import ProcessRun
-from tests.chaos.hosts import Host, Network, available
+from tests.chaos.hosts import Network, available
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import ENDLESS, at_size, goes_on, group, losses_of, scaled
 from tests.train.gang.jobs import gangs, trains
@@ -46,34 +42,29 @@ NODES = pytest.mark.skipif(not available(), reason="needs root and iproute2, to 
 class Nodes:
     """Six hosts: each worker has two, and no two of three that follow one another share one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.network = Network()
         self.hosts = [self.network.host() for _ in range(6)]
 
-    def host(self, worker: str, node: int) -> Host:
+    def host(self, worker, node):
         return self.hosts[2 * (int(worker.removeprefix("w")) % 3) + node]
 
     @property
-    def where(self) -> dict[str, Any]:
+    def where(self):
         return {"host_of": self.host, "address": self.network.address}
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
+def nodes():
     made = Nodes()
     yield made
     made.network.close()
 
 
-# ---------------------------------------------------------------------------------------- the bits
-
-
 @NODES
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=SLOW)])
-def test_gangs_on_several_nodes_have_the_digest_of_one_on_one_node(
-    processes: int, nodes: Nodes
-) -> None:
-    sizes: dict[str, Any] = {"processes_per_worker": processes, "virtual_workers": 8 // processes}
+def test_gangs_on_several_nodes_have_the_digest_of_one_on_one_node(processes, nodes):
+    sizes = {"processes_per_worker": processes, "virtual_workers": 8 // processes}
     alone, _ = group(scaled(gangs(1), **sizes), trains)
     spec = scaled(gangs(2), nodes_per_worker=2, **sizes)
     outcome, run = group(spec, trains, **nodes.where)
@@ -83,9 +74,7 @@ def test_gangs_on_several_nodes_have_the_digest_of_one_on_one_node(
 
 @NODES
 @pytest.mark.parametrize("point", [pytest.param(p, marks=SLOW) for p in IN_A_STEP_OF_GANGS])
-def test_process_of_each_node_may_die_at_any_point_of_a_step(
-    point: str, tmp_path: Any, nodes: Nodes
-) -> None:
+def test_process_of_each_node_may_die_at_any_point_of_a_step(point, tmp_path, nodes):
     check_kills_of_each_process(point, tmp_path, **nodes.where)
 
 
@@ -93,19 +82,17 @@ def test_process_of_each_node_may_die_at_any_point_of_a_step(
 @NODES
 @pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.parametrize("point", ["forming", "sending_state", "receiving_state"])
-def test_process_of_a_node_may_die_while_a_joiner_gets_the_state(
-    node: int, point: str, tmp_path: Any, nodes: Nodes
-) -> None:
+def test_process_of_a_node_may_die_while_a_joiner_gets_the_state(node, point, tmp_path, nodes):
     check_kill_while_a_joiner_gets_the_state(node, point, tmp_path, **nodes.where)
 
 
 @NODES
 @pytest.mark.parametrize("node", [pytest.param(0, marks=SLOW), 1])
-def test_node_that_is_cut_off_costs_its_gang_within_seconds(node: int, nodes: Nodes) -> None:
+def test_node_that_is_cut_off_costs_its_gang_within_seconds(node, nodes):
     """The others hear nothing of it: no connection is closed."""
-    took: list[float] = []
+    took = []
 
-    def cut(run: ProcessRun) -> None:
+    def cut(run):
         at_size(2)(run)
         victim = max(run.worker_group.processes)
         host, status = nodes.host(victim, node), run.controller.status
@@ -127,53 +114,47 @@ def test_node_that_is_cut_off_costs_its_gang_within_seconds(node: int, nodes: No
     assert outcome.digest == calm(outcome.step)[0].digest
 
 
-# ----------------------------------------------------------------------------------- the arguments
-
-
-def test_processes_that_cannot_be_divided_over_the_nodes_are_refused() -> None:
+def test_processes_that_cannot_be_divided_over_the_nodes_are_refused():
     with pytest.raises(
         SpecError, match=r"nodes_per_worker is 2 and processes_per_worker is 3, which"
     ):
         ScalingConfig(processes_per_worker=3, nodes_per_worker=2)
 
 
-def test_nodes_without_resources_are_refused() -> None:
+def test_nodes_without_resources_are_refused():
     with pytest.raises(SpecError, match=r"nodes_per_worker is 2, so resources_per_worker must"):
         ScalingConfig(processes_per_worker=2, nodes_per_worker=2, resources_per_worker={"CPU": 0})
 
 
-def test_each_node_has_its_part_of_the_resources() -> None:
+def test_each_node_has_its_part_of_the_resources():
     scaling = ScalingConfig(
         processes_per_worker=4, nodes_per_worker=2, resources_per_worker={"CPU": 8, "GPU": 4}
     )
     assert scaling.resources_per_node == {"CPU": 4, "GPU": 2}
 
 
-def test_address_that_gloo_cannot_use_is_refused_by_name() -> None:
+def test_address_that_gloo_cannot_use_is_refused_by_name():
     assert interface_of(HERE) == "lo"
     with pytest.raises(ClusterError, match=r"has the IPv4 address 203\.0\.113\.1"):
         interface_of("203.0.113.1")
 
 
-# ----------------------------------------------------------------------------------- the strangers
-
-
 @pytest.fixture
-def leader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def leader(monkeypatch):
     """Returns the address of a first process that waits for two followers, and what it gets."""
     monkeypatch.setattr(gang_connections, "_PROOF_LIMIT_S", 1)
     listener, taken = socket.create_server((HERE, 0)), queue.SimpleQueue[Any]()
     address = listener.getsockname()
 
-    def wait() -> None:
+    def wait():
         taken.put(accept(listener, SECRET, "w1", [1, 2], PATIENCE_S))
 
     threading.Thread(target=wait, daemon=True).start()
     return address, taken
 
 
-def says(*words: bytes) -> Any:
-    def attack(address: Any) -> None:
+def says(*words):
+    def attack(address):
         with socket.create_connection(address) as stranger:
             for word in words:
                 stranger.sendall(word)
@@ -181,23 +162,23 @@ def says(*words: bytes) -> Any:
     return attack
 
 
-def message(content: bytes) -> bytes:
+def message(content):
     return struct.pack("!i", len(content)) + content
 
 
-def echoes(address: Any) -> None:
+def echoes(address):
     """Sends back what it gets, so that the leader's own proof would be the answer."""
     with socket.create_connection(address) as stranger:
         while word := stranger.recv(1024):
             stranger.sendall(word)
 
 
-def of_another_worker(address: Any) -> None:
+def of_another_worker(address):
     with pytest.raises((EOFError, OSError)):
         connect(address, SECRET, "w2", 1)
 
 
-def of_another_run(address: Any) -> None:
+def of_another_run(address):
     with pytest.raises((EOFError, OSError)):
         connect(address, bytes(31) + b"1", "w1", 1)
 
@@ -212,7 +193,7 @@ ATTACKS = [
 ]
 
 
-def test_strangers_are_refused_and_followers_are_taken(leader: Any) -> None:
+def test_strangers_are_refused_and_followers_are_taken(leader):
     address, taken = leader
     held = [socket.create_connection(address) for _ in range(300)]  # who say nothing
     for attack in ATTACKS:
@@ -228,9 +209,7 @@ def test_strangers_are_refused_and_followers_are_taken(leader: Any) -> None:
         stranger.close()
 
 
-def test_connections_block_whatever_user_code_has_as_default_timeout(
-    leader: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connections_block_whatever_user_code_has_as_default_timeout(leader, monkeypatch):
     address, taken = leader
     monkeypatch.setattr(gang_connections, "_PROOF_LIMIT_S", 5)
     socket.setdefaulttimeout(20)
@@ -243,17 +222,17 @@ def test_connections_block_whatever_user_code_has_as_default_timeout(
         socket.setdefaulttimeout(None)
 
 
-def test_follower_that_does_not_come_is_named() -> None:
+def test_follower_that_does_not_come_is_named():
     told = r"processes \[3, 4\] of this worker, on other nodes, have not connected to 127"
     with pytest.raises(ClusterError, match=told):
         accept(socket.create_server((HERE, 0)), SECRET, "w1", [2, 3], 0.3)
 
 
-def test_stranger_in_place_of_the_first_process_is_refused() -> None:
+def test_stranger_in_place_of_the_first_process_is_refused():
     """One that sends back what it hears, so that the follower's own proof would be its answer."""
     with socket.create_server((HERE, 0)) as listener:
 
-        def echo() -> None:
+        def echo():
             stranger, _ = listener.accept()
             with stranger, contextlib.suppress(OSError):
                 while word := stranger.recv(1024):
@@ -264,10 +243,7 @@ def test_stranger_in_place_of_the_first_process_is_refused() -> None:
             connect(listener.getsockname(), SECRET, "w1", 1)
 
 
-# --------------------------------------------------------------------------------------- the store
-
-
-def test_values_and_sums_of_the_store_are_those_of_all_processes() -> None:
+def test_values_and_sums_of_the_store_are_those_of_all_processes():
     ours, theirs = zip(*(Pipe() for _ in range(2)), strict=True)
     leader, followers = (
         LeaderControl(),

@@ -1,17 +1,13 @@
 """A group that forms before its generation is announced: taken if the members are those that were
 likely, else thrown away."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from elastic_dp.coordinator.messages import START, Member, Membership, PrepareGroup, WorkerId
+from elastic_dp.coordinator.messages import START, Member, Membership, PrepareGroup
 from elastic_dp.distributed import process_group
-from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.train.generations import generation_groups
 from elastic_dp.train.generations.generation_groups import GenerationGroups
 from elastic_dp.train.generations.worker_control import WorkerControl
@@ -22,33 +18,28 @@ LIKELY = ("w1", "w2")
 
 
 @pytest.fixture(autouse=True)
-def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+def closed(monkeypatch):
     """The groups that are closed. They go with their test."""
-    left: list[object] = []
+    left = []
     monkeypatch.setattr(process_group._abandoned_groups, "add", left.append)
     yield left
     left.clear()
 
 
-def groups_of(*workers: WorkerId) -> list[GenerationGroups]:
+def groups_of(*workers):
     meet, cpu = InMemory(), torch.device("cpu")
     return [GenerationGroups(w, cpu, WorkerControl(), meet, connects=False) for w in workers]
 
 
-def preparation(workers: Sequence[WorkerId], number: int = 1) -> PrepareGroup:
+def preparation(workers, number=1):
     return PrepareGroup(2, number, tuple(workers), PATIENCE_S)
 
 
-def forms(
-    groups: Sequence[GenerationGroups],
-    workers: Sequence[WorkerId],
-    prepared: int,
-    generation: int = 2,
-) -> list[ProcessGroup]:
+def forms(groups, workers, prepared, generation=2):
     members = tuple(Member(w, ((i, i + 1),), START, True) for i, w in enumerate(workers))
     membership = Membership(generation, members, workers[0], PATIENCE_S, prepared=prepared)
 
-    def form(one: GenerationGroups) -> ProcessGroup:
+    def form(one):
         one._control.form(membership)
         told = one._control.wait()
         assert isinstance(told, Membership)
@@ -63,7 +54,7 @@ def forms(
         return list(pool.map(form, groups))
 
 
-def test_prepared_group_of_the_members_is_taken() -> None:
+def test_prepared_group_of_the_members_is_taken():
     groups = groups_of(*LIKELY)
     for one in groups:
         one.prepare(preparation(LIKELY))
@@ -72,13 +63,13 @@ def test_prepared_group_of_the_members_is_taken() -> None:
     assert forms(groups, LIKELY, prepared=1) == [formation.wait() for formation in formations]
 
 
-def test_member_that_was_not_told_meets_those_who_were() -> None:
+def test_member_that_was_not_told_meets_those_who_were():
     groups = groups_of(*LIKELY)
     groups[0].prepare(preparation(LIKELY))
     assert [one.rank for one in forms(groups, LIKELY, prepared=1)] == [0, 1]
 
 
-def test_prepared_group_of_others_is_closed(closed: list[object]) -> None:
+def test_prepared_group_of_others_is_closed(closed):
     names = ("w1", "w2", "w3")
     groups = dict(zip(names, groups_of(*names), strict=True))
     for worker in LIKELY:
@@ -92,7 +83,7 @@ def test_prepared_group_of_others_is_closed(closed: list[object]) -> None:
     assert prepared.formation._group is not None and prepared.formation._group.aborted
 
 
-def test_newer_preparation_takes_the_place_of_the_older_one() -> None:
+def test_newer_preparation_takes_the_place_of_the_older_one():
     groups = groups_of(*LIKELY)
     groups[0].prepare(preparation(("w1", "w3")))
     for one in groups:
@@ -101,7 +92,7 @@ def test_newer_preparation_takes_the_place_of_the_older_one() -> None:
     assert [one.rank for one in forms(groups, LIKELY, prepared=2)] == [0, 1]
 
 
-def test_preparation_of_a_generation_that_was_entered_comes_too_late() -> None:
+def test_preparation_of_a_generation_that_was_entered_comes_too_late():
     groups = groups_of(*LIKELY)
     forms(groups, LIKELY, prepared=1)
     groups[0].prepare(preparation(LIKELY))
@@ -110,10 +101,10 @@ def test_preparation_of_a_generation_that_was_entered_comes_too_late() -> None:
 
 @pytest.mark.parametrize("large", [True, False])
 def test_groups_with_large_buffers_are_dropped_when_the_next_one_has_formed(
-    closed: list[object], monkeypatch: pytest.MonkeyPatch, large: bool
-) -> None:
+    closed, monkeypatch, large
+):
     """Other members may wait for the memory, also those of a member that itself waits for none."""
-    dropped: list[float] = []
+    dropped = []
     monkeypatch.setattr(generation_groups, "drop_abandoned_groups", dropped.append)
     groups = groups_of(*LIKELY)
     for one in groups:

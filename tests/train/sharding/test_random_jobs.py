@@ -2,8 +2,6 @@
 gradients as in training: after losses, joins and aborts, weights and state are those of the plain
 optimizer in one process, to the last bit. A seed draws everything."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 
@@ -41,7 +39,7 @@ LIMITS |= {(gradient_buckets, name): (256, 4096, 1 << 20) for name in BUCKETS}
 class Job:
     """A model, an optimizer with its groups, and in which steps there are gradients."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng):
         self.kind, options = rng.choice([*of_state.kinds_and_options(), *of_state.of_others()])
         self.has_masters = self.kind in VARIANTS and rng.random() < 0.25
         ways = [{}, {"fused": True}] if self.kind in FUSED else [{}]
@@ -63,7 +61,7 @@ class Job:
         self.dtypes = tuple(rng.choices(used := rng.choice(dtypes), k=len(self.shapes)))
         self.group_of = rng.choices(range(3), k=len(self.shapes))
 
-        def some(share: float) -> set[int]:
+        def some(share):
             return {n for n in range(len(self.shapes)) if rng.random() < share}
 
         self.transposed, self.left_out = some(0.3), some(0.08) - {0}
@@ -75,7 +73,7 @@ class Job:
         self.clipping = GradientClipping(self.clip_norm, 0.1 if by_value else None)
         self.wire = None if DOUBLE in used else rng.choice([None, None, "bf16", "int8"])
 
-    def optimizer(self, parameters: list[torch.nn.Parameter]) -> optim.Optimizer:
+    def optimizer(self, parameters):
         groups = [{"params": [], "lr": 0.01 * (n + 1)} for n in range(3)]
         for n, p in enumerate(parameters):
             if n in self.transposed and p.ndim > 1:  # in memory
@@ -89,7 +87,7 @@ class Job:
 class Worker(Member):
     """A member that computes its gradients."""
 
-    def __init__(self, job: Job, shard: bool = True) -> None:
+    def __init__(self, job, shard=True):
         super().__init__(job.optimizer, job.shapes, job.dtypes, shard, job.clip_norm)
         self.job, parameters, clipping = job, self.parameters, job.clipping
         exchange = GradientExchange(parameters.values(), clipping=clipping)
@@ -99,14 +97,14 @@ class Worker(Member):
         cycles = "betas" in self.optimizer.defaults
         self.scheduler = OneCycleLR(self.optimizer, 0.1, 200, cycle_momentum=cycles)
 
-    def used(self, step: int, virtual_workers=range(VIRTUAL)) -> set[torch.Tensor]:
+    def used(self, step, virtual_workers=range(VIRTUAL)):
         """Rare parameters have a gradient of one virtual worker, in half of the steps."""
         turns = {(5 * step + v) % (2 * VIRTUAL) for v in virtual_workers}
         rare = {n for n in self.job.rare if n not in turns}
         named = enumerate(self.parameters.values())
         return {p for n, p in named if p.requires_grad and n not in rare}
 
-    def compute(self, share, step: int) -> None:
+    def compute(self, share, step):
         self.reducer.begin(step)
         leaves = leaves_of(share, VIRTUAL)
         for leaf in leaves:
@@ -125,7 +123,7 @@ class Worker(Member):
         self.reducer.send()
         self.reducer.exchange.reduce()
 
-    def attempt(self, share, until: str = "committed") -> None:
+    def attempt(self, share, until="committed"):
         sharding, step = self.sharding, self.step + 1
         if sharding is not None:
             sharding.begin()
@@ -158,7 +156,7 @@ class Worker(Member):
         for n in self.job.frozen:
             self.parameters[str(n)].requires_grad_((step + n) // 3 % 2 == 0)
 
-    def train(self, group, shares, untils: list[str]) -> None:
+    def train(self, group, shares, untils):
         """Steps of one generation, each of them up to this point."""
         self.reducer.open(group, shares, VIRTUAL, True)
         for until in untils:
@@ -166,7 +164,7 @@ class Worker(Member):
         group.gather_bytes(b"")
         self.reducer.close()
 
-    def take_over(self, source: Worker, *, joins: bool) -> None:
+    def take_over(self, source, *, joins):
         super().take_over(source, joins=joins)
         groups = zip(self.optimizer.param_groups, source.optimizer.param_groups, strict=True)
         for mine, given in groups:
@@ -176,7 +174,7 @@ class Worker(Member):
             p.requires_grad_(source.parameters[name].requires_grad)
 
 
-def check(seed: int) -> None:
+def check(seed):
     rng, abandoned = random.Random(seed), []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(process_group._abandoned_groups, "add", abandoned.append)

@@ -177,9 +177,6 @@ def test_units_are_restored_to_the_device_that_they_were_on(gpu):
     check_equal(members, plain_after(2))
 
 
-# ------------------------------------------------------------------------------------- whole runs
-
-
 @pytest.mark.parametrize(
     ("train", "workers"),
     [

@@ -1,8 +1,6 @@
 """A sharded run goes on from a checkpoint of a run that is not sharded: each member keeps what it
 is to hold, and each byte is read once."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,12 +1,8 @@
 """Units move from whoever has them to whoever needs them: all of them or none, whoever dies."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -21,13 +17,11 @@ from tests.patience import PATIENCE_S
 class Network:
     """Connects members in memory. Once one has died, all operations that need it fail."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         self.size = size
         self.dead = threading.Event()
         ranks = range(size)
-        self.links: list[list[queue.SimpleQueue[Any]]] = [
-            [queue.SimpleQueue() for _ in ranks] for _ in ranks
-        ]
+        self.links = [[queue.SimpleQueue() for _ in ranks] for _ in ranks]
 
 
 class Member:
@@ -36,19 +30,13 @@ class Member:
 
     on_device = None
 
-    def __init__(self, network: Network, rank: int, last: int | None) -> None:
+    def __init__(self, network, rank, last):
         self.rank, self.world_size = rank, network.size
         self._network, self._last, self._count = network, last, 0
         self._launched = 0
-        self._early: dict[tuple[int, int], Any] = {}  # of later operations, by sender and number
+        self._early = {}  # of later operations, by sender and number
 
-    def all_to_all(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_sizes: Sequence[int],
-        input_sizes: Sequence[int],
-    ) -> Callable[[], None]:
+    def all_to_all(self, output, input, output_sizes, input_sizes):
         self._operation()
         for link, part in zip(
             self._network.links[self.rank], input.split(list(input_sizes)), strict=True
@@ -57,31 +45,31 @@ class Member:
         self._launched += 1
         number = self._launched - 1
 
-        def receive() -> None:
+        def receive():
             for sender, part in enumerate(output.split(list(output_sizes))):
                 part.copy_(self._from(sender, number))
 
         return receive
 
-    def wait(self, operation: Callable[[], None]) -> None:
+    def wait(self, operation):
         self._operation()
         operation()
 
-    def gather_equal(self, payload: bytes) -> list[bytes]:
+    def gather_equal(self, payload):
         self._operation()
         for link in self._network.links[self.rank]:
             link.put((self._launched, payload))
         self._launched += 1
         return [self._from(sender, self._launched - 1) for sender in range(self.world_size)]
 
-    def _operation(self) -> None:
+    def _operation(self):
         if self._count == self._last:
             self._network.dead.set()
         self._count += 1
         if self._network.dead.is_set():
             raise GroupAborted("a member has died")
 
-    def _from(self, sender: int, number: int) -> Any:
+    def _from(self, sender, number):
         """What a member has sent in its operation of this number, as the tags of Gloo tell."""
         link = self._network.links[sender][self.rank]
         while (sender, number) not in self._early:
@@ -95,11 +83,11 @@ class Member:
         return self._early.pop((sender, number))
 
 
-def of_each(size: int, dies: tuple[int, int] | None, does: Callable[[Any], Any]) -> list[Any]:
+def of_each(size, dies, does):
     """What `does` returns on each member, or its error. `dies`: a rank, and at which operation."""
     network, found = Network(size), [None] * size
 
-    def run(rank: int) -> None:
+    def run(rank):
         last = dies[1] if dies and dies[0] == rank else None
         try:
             found[rank] = does(Member(network, rank, last))
@@ -116,7 +104,7 @@ def of_each(size: int, dies: tuple[int, int] | None, does: Callable[[Any], Any])
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Any:
+def cases(draw):
     """Who has and who needs each unit, the sizes of the units, if they are known exactly, a budget,
     and who dies when."""
     size = draw(st.integers(1, 5))
@@ -132,15 +120,15 @@ def cases(draw: st.DrawFn) -> Any:
 
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.booleans())
-def test_all_who_need_a_unit_get_it_or_all_fail(case: Any, in_steps: bool) -> None:
+def test_all_who_need_a_unit_get_it_or_all_fail(case, in_steps):
     size, have, need, sizes, exact, budget, dies = case
     contents = [torch.full((n,), 1 + k, dtype=torch.uint8) for k, n in enumerate(sizes)]
 
-    def take_part(group: Any) -> Any:
+    def take_part(group):
         held = {n: one.clone() for n, one in enumerate(contents) if group.rank in have[n]}
         before, arrived = dict(held), {}
 
-        def unit(number: int) -> StateUnit:
+        def unit(number):
             return StateUnit(
                 sizes[number] if exact[number] else 7,
                 lambda: [(held | arrived)[number]],
@@ -180,7 +168,7 @@ def test_all_who_need_a_unit_get_it_or_all_fail(case: Any, in_steps: bool) -> No
 
 @settings(max_examples=150, deadline=None)
 @given(cases())
-def test_plan_sends_each_unit_once_and_only_from_those_that_have_it(case: Any) -> None:
+def test_plan_sends_each_unit_once_and_only_from_those_that_have_it(case):
     _, have, need, sizes, _, budget, _ = case
     present = [set(ranks) for ranks in have]
     for some in plan_rounds(have, need, sizes, budget):
@@ -197,7 +185,7 @@ def test_plan_sends_each_unit_once_and_only_from_those_that_have_it(case: Any) -
 
 
 @pytest.mark.parametrize(("senders", "receivers"), [(1, 63), (1, 1), (7, 1), (32, 32)])
-def test_nobody_sends_much_more_than_the_state(senders: int, receivers: int) -> None:
+def test_nobody_sends_much_more_than_the_state(senders, receivers):
     """One source does not send the whole state to each of many."""
     count, size = 256, 1 << 20
     everyone = range(senders + receivers)
@@ -207,7 +195,7 @@ def test_nobody_sends_much_more_than_the_state(senders: int, receivers: int) -> 
     assert max(sent.values()) <= 1.5 * max(count, count * receivers / len(everyone))
 
 
-def test_units_of_a_vector_share_its_memory() -> None:
+def test_units_of_a_vector_share_its_memory():
     flat = torch.zeros(5 << 20, dtype=torch.uint8)
     units = units_of(flat)
     assert sum(unit.nbytes for unit in units) == len(flat) and len(units) == 3

@@ -65,9 +65,6 @@ def test_flipped_bit_without_a_checkpoint_fails_the_run_with_the_way_out(tmp_pat
     assert "no checkpoint of step 6 or earlier" in outcome.error
 
 
-# ------------------------------------------------------------------------------------------ digests
-
-
 def weights(every=4, members=("w1", "w2", "w3")):
     made = WeightComparison({"a": torch.ones(3)}, every)
     made.members = members

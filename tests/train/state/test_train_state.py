@@ -68,9 +68,6 @@ def refusal(train):
     return str(refused.value)
 
 
-# ------------------------------------------------------------------------------------- buffers
-
-
 class Sharing(nn.Module):
     """One buffer in two modules. Forward writes to it in place, and replaces another one."""
 
@@ -142,9 +139,6 @@ def test_batch_norms_of_experts_count_the_steps_in_which_any_micro_batch_used_th
             hold(ctx, step)
 
     check_carried(train, tmp_path)
-
-
-# ---------------------------------------------------------------------------------- extra state
 
 
 class Extra(nn.Module):
@@ -258,9 +252,6 @@ def test_model_that_cannot_be_carried_is_refused_by_name(kind):
 
     make, words = REFUSED_MODELS[kind]
     assert words in refusal(train)
-
-
-# ----------------------------------------------------------------------------------- optimizers
 
 
 def with_optimizer(make, scheduler=None, body=None):

@@ -3,9 +3,7 @@ nothing of the step, `commit` raises nothing. A new participant gets a line in `
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -38,84 +36,84 @@ class Control:
 class Rows:
     """A data source with a bad row group for each virtual worker below 2."""
 
-    def __init__(self) -> None:
-        self.bad: list[int] = []
+    def __init__(self):
+        self.bad = []
 
-    def bad_row_groups(self, step: int, v: int) -> frozenset[int]:
+    def bad_row_groups(self, step, v):
         return frozenset({v} if v < 2 else ())
 
-    def check_bad(self, row_groups: Any) -> None:
+    def check_bad(self, row_groups):
         if len(set(row_groups)) > 5:
             raise ValueError("too many")
 
-    def mark_bad(self, row_groups: Any) -> None:
+    def mark_bad(self, row_groups):
         self.bad += row_groups
 
-    def describe(self, step: int, v: int) -> str:
+    def describe(self, step, v):
         return str(v)
 
 
-def state() -> Any:
+def state():
     return SimpleNamespace(bad_row_groups=set())
 
 
-def counting(step: int, results: Any, describe: Any) -> Any:
+def counting(step, results, describe):
     return {v: one for v, one in sorted(results.items()) if one.weight}
 
 
-def results_of(*numbers: int) -> p.Results:
-    made = p.Results(SimpleNamespace(counting=counting), Rows())  # type: ignore[arg-type]
+def results_of(*numbers):
+    made = p.Results(SimpleNamespace(counting=counting), Rows())
     made.begin(STEP)
     made.ran({v: MicroBatchResult(0.5 * v, 2.0, {"m": 1.0 + v}) for v in numbers})
     return made
 
 
-def control(**values: Any) -> Any:
+def control(**values):
     made = Control()
     for name, value in values.items():
         setattr(made, name, value)
     return made
 
 
-def flags(late: bool, used: bytes) -> StepGradient:
+def flags(late, used):
     reducer = SimpleNamespace(late=late, used=used, drop=lambda: None, begin=lambda *_, **__: None)
     exchange = SimpleNamespace(finish=lambda *_: None, assign=lambda: None, divided_by=1)
     leaves = SimpleNamespace(gradients=reducer, is_observed=False, expected_weight=lambda _: 2.0)
-    given: Any = leaves, exchange, results_of(0), None, SimpleNamespace(loss_scale=None)
+    given = leaves, exchange, results_of(0), None, SimpleNamespace(loss_scale=None)
     return StepGradient(*given, exact=True, seed=0)
 
 
-def finite() -> FiniteGradient:
-    gradient: Any = SimpleNamespace(exchange=SimpleNamespace(finite=True))
-    return FiniteGradient(gradient, SimpleNamespace(loss_scale=None), results_of(0))  # type: ignore[arg-type]
+def finite():
+    gradient = SimpleNamespace(exchange=SimpleNamespace(finite=True))
+    return FiniteGradient(gradient, SimpleNamespace(loss_scale=None), results_of(0))
 
 
-def weights(value: float) -> p.WeightComparison:
+def weights(value):
     compared = p.WeightComparison({"w": torch.full((3,), value)}, every=2)
     compared.members = ("w1", "w2")
     return compared
 
 
-def groups(lr: float) -> p.ParameterGroups:
+def groups(lr):
     return p.ParameterGroups([torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=lr)])
 
 
-def buffers(value: float) -> p.Buffers:
+def buffers(value):
     model = nn.BatchNorm1d(2)
     made = p.Buffers(ModuleBuffers(model), lambda step: 2, lambda point, step: None)
-    made.model = model  # type: ignore[attr-defined]
-    made.writes = value  # type: ignore[attr-defined]
+    made.model = model
+    made.writes = value
     return made
 
 
-def write(participant: Any) -> None:
+def write(participant):
     """A micro-batch of virtual worker 0 changes a buffer."""
     if isinstance(participant, p.Buffers):
         participant.model.running_mean.fill_(participant.writes)
         participant._buffers.after_leaf(0, contributes=True)
 
 
-PARTICIPANTS: dict[str, Callable[[int], p.StepParticipant]] = {
+PARTICIPANTS = {
     "results": lambda i: results_of(2 * i, 2 * i + 1),
     "stop": lambda i: p.StopWish(control(stop_reason="enough" if i else None)),
     "no_stop": lambda i: p.StopWish(control()),
@@ -134,11 +132,11 @@ PARTICIPANTS: dict[str, Callable[[int], p.StepParticipant]] = {
 }
 
 
-def members(name: str) -> list[p.StepParticipant]:
+def members(name):
     """The participant of each of two members, whose micro-batches have run."""
     made = [PARTICIPANTS[name](i) for i in (0, 1)]
     for one in made:
-        one.open(Group())  # type: ignore[arg-type]
+        one.open(Group())
         one.begin(STEP)
         write(one)
     if name in ("results", "bad_row_groups"):  # `begin` forgets the results of the step before
@@ -146,7 +144,7 @@ def members(name: str) -> list[p.StepParticipant]:
     return made
 
 
-def seen(participant: p.StepParticipant) -> Any:
+def seen(participant):
     """What a step leaves in a participant, as plain values."""
     plain = (bool, int, float, str, bytes, tuple, list, dict, frozenset, type(None))
     kept = ("_step", "_optimizers", "_parameters", "agreed")  # of the step before
@@ -281,20 +279,19 @@ def test_parameter_groups_that_differ_are_named():
 class Device:
     switched = False
 
-    def __init__(self, connected: bool, why_not: str | None = None) -> None:
+    def __init__(self, connected, why_not=None):
         self.connected, self._why_not = connected, why_not
-        self.told: Any = None
+        self.told = None
 
-    def connecting_failure(self) -> str | None:
+    def connecting_failure(self):
         return self._why_not
 
-    def agree(self, step: int, *, connected: bool, why_not: str | None) -> None:
+    def agree(self, step, *, connected, why_not):
         self.told = step, connected, why_not
 
 
 @pytest.mark.parametrize(
-    ("connected", "all_are"),
-    [((True, True), True), ((True, False), False), ((False, True), False)],
+    ("connected", "all_are"), [((True, True), True), ((True, False), False), ((False, True), False)]
 )
 def test_devices_are_connected_when_each_member_says_so(connected, all_are):
     devices = [Device(one, None if one else "no route") for one in connected]
@@ -310,16 +307,16 @@ def test_devices_are_connected_when_each_member_says_so(connected, all_are):
 class Told:
     """The processes of a worker: this one, and others whose payloads are known."""
 
-    def __init__(self, *others: bytes) -> None:
+    def __init__(self, *others):
         self.others = others
 
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def exchange(self, payload):
         return [payload, *self.others]
 
 
 @pytest.mark.parametrize("same", [True, False])
 def test_gradients_in_other_orders_on_a_process_of_a_worker_are_refused(same):
-    gang = Gang(0, 2, None, Told())  # type: ignore[arg-type]
+    gang = Gang(0, 2, None, Told())
     one, other = GradientOrders(gang), GradientOrders(gang)
     for orders, indices in ((one, (0, 1)), (other, (0, 1) if same else (1, 0))):
         orders.begin(STEP)
@@ -342,7 +339,7 @@ def test_record_of_a_worker_has_the_entries_of_all_its_processes():
     one = p.DeviceConnections()
     one.open(SimpleNamespace(on_device=device))
     one.begin(STEP)
-    gang = Gang(0, 2, None, Told(second))  # type: ignore[arg-type]
+    gang = Gang(0, 2, None, Told(second))
     p.agree_all([one], [p.propose_all([one], gang)])
     assert device.told == (STEP, False, "no route")
 
