@@ -177,7 +177,7 @@ def pieces(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     try:
         if options.kills:
             yield "with a standby", standby(options.kills)
-        who = "" if options.members == 2 else f" and {options.members} member"
+        who = "" if options.members == 2 else f" for worker {options.members + 1}"
         for mb in options.mb if options.joins else ():
             for how in ("as chosen", "at once"):
                 at_once = how == "at once"

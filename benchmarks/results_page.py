@@ -104,17 +104,12 @@ def more_rows() -> Iterator[Row]:
         ", ".join(f"{name} {'/'.join(str(one[name]) for one in found)}" for name in systems),
         "memory",
     )
-    pauses = {
-        name: one["pause"]["median_ms"]
-        for name, one in read("join")["results"].items()
-        if "as chosen" in name
-    }
-    if pauses:
-        yield Row(
-            "Pause at a join, by state",
-            ", ".join(f"{name.split(', as')[0][9:]} {ms:.0f} ms" for name, ms in pauses.items()),
-            "join",
-        )
+    pauses = dict[str, str]()
+    for name, one in read("join")["results"].items():
+        if "as chosen" in name:
+            shown = f"{name.split(', as')[0][9:]}: {one['pause']['median_ms']:.0f} ms"
+            pauses.setdefault(name.split(" MB")[0], shown)
+    yield Row("Pause at a join, by state", ", ".join(pauses.values()), "join")
     most = read("coordinator_scale")["results"][-1]
     change = most["kill and join"]
     yield Row(
@@ -162,8 +157,8 @@ def page() -> str:
     return "\n".join(
         [
             "# Benchmarks\n",
-            "`python -m docs.tables` writes this page from `benchmarks/results/`. Two "
-            "things that are compared run in turn on one machine. The numbers are medians.\n",
+            "`python -m docs.tables` writes this page from `benchmarks/results/`. "
+            "Rivals run in turn on one machine. Numbers are medians.\n",
             f"## On CPUs\n\nAMD EPYC, 2 cores, torch 2.13, Gloo. Measured from {dates[0]} to "
             f"{dates[-1]}.\n",
             table(iter([*readme_rows(), *more_rows()])),
