@@ -153,3 +153,17 @@ def test_a_row_meets_few_objects(tmp_path):
     names = sorted(one.__name__ for one in behave)
     assert {"Store", "Parquet", "Pipeline", "Collator", "RowStream"} <= set(names)
     assert len(names) <= 15, names
+
+
+@settings(deadline=None, max_examples=60)
+@given(choices(), st.data())
+def test_rows_are_where_they_belong(drawn, data):
+    columns, groups, rows = drawn
+    for column in columns:
+        column.flags.writeable = False
+    start, stop = sorted(data.draw(st.sampled_from(range(len(rows) + 1))) for _ in range(2))
+    out = gathered(columns, groups, rows).cut(start, stop)["x"]
+    expected = [columns[g][r] for g, r in zip(groups[start:stop], rows[start:stop], strict=True)]
+    assert out.dtype == columns[0].dtype and out.shape == (stop - start, *columns[0].shape[1:])
+    assert out.flags.writeable and out.flags.c_contiguous
+    assert all(np.array_equal(a, b) for a, b in zip(out, expected, strict=True))

@@ -352,3 +352,26 @@ def test_a_footer_that_is_read_again_must_be_the_one_of_the_index(ask, shard, fo
     }[ask]
     with pytest.raises(ObjectRewritten):
         getattr(chosen, ask)(other, *arguments)
+
+
+def flipped(path, first, every):
+    """(footers that are read, footers that are refused) with one bit flipped."""
+    pq.write_table(ROWS.append_column("l", [[[1], [], [2, 3]]]), path, store_schema=False)
+    content = path.read_bytes()
+    length = int.from_bytes(content[-8:-4], "little")
+    read = refused = 0
+    for bit in range(first, 8 * length, every):
+        spoilt = bytearray(content)
+        spoilt[len(content) - 8 - length + bit // 8] ^= 1 << bit % 8
+        path.write_bytes(spoilt)
+        try:
+            read_index(DataConfig(str(path), micro_batch_size=1))
+            read += 1
+        except DataError:
+            refused += 1
+    return read, refused
+
+
+@pytest.mark.parametrize(("first", "every"), [(3, 61), pytest.param(0, 1, marks=pytest.mark.slow)])
+def test_a_footer_with_a_bit_flipped_is_read_or_refused(first, every, tmp_path):
+    assert all(flipped(tmp_path / "a.parquet", first, every))

@@ -14,6 +14,7 @@ import torch
 from elastic_dp.config import CheckpointConfig, MapStyleData
 from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested, StopRequested
 from elastic_dp.train import log_sender
+from elastic_dp.train.exactness.torch_optimizers import ELEMENTWISE
 from elastic_dp.train.fault_injection import POINTS, WorkerFault
 from elastic_dp.train.generations import gradual_join, state_transfer
 from elastic_dp.train.generations.gradual_join import GradualJoin
@@ -21,6 +22,7 @@ from elastic_dp.train.generations.state_transfer import StateTransfer, plan_stat
 from tests.cluster.test_budgets import is_first
 from tests.patience import eventually
 from tests.runs import ENDLESS, Points, goes_on, group, lines_of, local, losses_of, spec_of
+from tests.train.exactness.test_torch_optimizers import LR, VARIANTS
 from tests.train.jobs import (
     ZOO,
     adamw,
@@ -352,3 +354,25 @@ def with_muon(ctx):
 def test_state_that_must_be_whole_is_copied_at_once(tmp_path):
     join_and_check(with_muon, tmp_path, (12, StopRequested("enough")))
     assert not [*tmp_path.glob("w* gradually")]
+
+
+def by_optimizer(kind, options):
+    def train(ctx):
+        model = classifier()
+        muon = kind is torch.optim.Muon
+        parameters = [p for p in model.parameters() if p.ndim == 2 or not muon]
+        for p in model.parameters():
+            p.requires_grad_(p.ndim == 2 or not muon)
+        optimizer = kind(parameters, **{"lr": LR.get(kind, 0.01)} | options)
+        loop(ctx, model, optimizer, clip_norm=0.5)
+
+    return train
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("kind", "options"), [(kind, options) for kind, some in VARIANTS.items() for options in some]
+)
+def test_two_join_with_each_optimizer_and_clipped_gradients(kind, options, tmp_path):
+    steps = join_twice(by_optimizer(kind, options), tmp_path, {})
+    assert len(steps) == (2 if kind in ELEMENTWISE else 0)

@@ -163,3 +163,15 @@ def test_memory_of_a_worker_that_will_join_fits_masters_and_their_state():
     large = [slot for slot, spec in enumerate(specs) if len(spec.shape) == 2]
     assert len(large) == 4, "the parameter, its master and two moments"
     assert all(ours[slot].dtype == specs[slot].torch_dtype for slot in large)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, None])
+def test_updates_that_bfloat16_would_lose_add_up(kind):
+    """A hundred of a ten thousandth of a weight. Without masters each is rounded away."""
+    p = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    how = {"lr": 1e-4, "weight_decay": 0.0}
+    with_masters = edp.MasterWeights([p], kind, **how) if kind else torch.optim.AdamW([p], **how)
+    for _ in range(100):
+        p.grad = torch.ones_like(p)
+        with_masters.step()
+    assert p.tolist() == [0.98828125 if kind else 1.0] * 8

@@ -153,3 +153,13 @@ def test_bad_decay_is_refused_by_name(decay):
 def test_bad_interval_is_refused_by_name(every):
     with pytest.raises(SpecError, match="noise_scale_every is"):
         local(job(), partial(classify, noise_scale_every=every))
+
+
+def test_mean_of_the_estimates_has_no_bias():
+    """Over an epoch each row counts as often as any other, and the mean of |G|² and tr(Σ) is right
+    to some per cent."""
+    x = Gaussian().x.double()
+    logged = local(gaussian(ROWS // 32, 8), measured).logged
+    square, trace = (sum(s[name] for s in logged) / len(logged) for name in ("square", "trace"))
+    assert trace == pytest.approx(float(x.var(0).sum()), rel=0.02)
+    assert square == pytest.approx(float(x.mean(0).square().sum()), rel=0.1)

@@ -126,3 +126,16 @@ def test_step_hooks_run_once_whatever_the_process_did_before(before):
     optimizer.register_step_post_hook(lambda *_: ran.append("post"))
     optimizer.step()
     assert ran == ["pre", "post"] and optimizer.param_groups[0]["updates"] == 1
+
+
+@pytest.mark.parametrize(("ahead", "is_borne"), [(0.0, False), (1.0, False), (2.0, True)])
+def test_late_gradients_of_a_quadratic_are_borne_two_updates_ahead(ahead, is_borne):
+    """A rate of 4.5 / curvature, momentum 0.95, and gradients that are one step late."""
+    p = torch.nn.Parameter(torch.ones(1))
+    how = {"lr": 4.5, "momentum": 0.95, "dampening": 0.95}
+    optimizer = edp.WeightPrediction([p], torch.optim.SGD, ahead=ahead, **how)
+    late = torch.zeros(1)
+    for _ in range(600):
+        p.grad, late = late, p.detach().clone()
+        optimizer.step()
+    assert p.abs() < 1e-3 if is_borne else p.abs() > 10
