@@ -187,28 +187,17 @@ class JobSpec:
 
 
 def _instead_of_loader(loader: Any) -> str:
-    """What to write instead of a DataLoader, with its own arguments."""
-    name, options = type(loader.dataset).__name__, f"micro_batch_size={loader.batch_size or 1}"
-    if loader.num_workers:
-        options += f", workers={loader.num_workers}"
-    if getattr(loader.collate_fn, "__name__", "") not in ("default_collate", "default_convert"):
-        options += f", collate_fn={getattr(loader.collate_fn, '__qualname__', 'yours')}"
-    if hasattr(loader.dataset, "__getitem__") and not hasattr(loader.dataset, "__iter__"):
-        sampler, note = type(loader.sampler).__name__, ""
-        if sampler == "SequentialSampler":
-            options += ", shuffle=False"
-        elif sampler != "RandomSampler":
-            note = f". A {sampler} is not used: each row comes once an epoch"
-        call = f"MapStyleData({name}(...), {options}){note}"
-    else:
+    name, size = type(loader.dataset).__name__, f"micro_batch_size={loader.batch_size or 1}"
+    if hasattr(loader.dataset, "__iter__") or not hasattr(loader.dataset, "__getitem__"):
         return (
             f"data is a DataLoader over a {name}, whose rows have no index. Write them as shards "
-            "once, by elastic_dp.dataprep.write_shards, and pass "
-            f'data=DataConfig("shards", {options})'
+            f'once, by elastic_dp.dataprep.write_shards, and pass data=DataConfig("shards", {size})'
         )
     return (
-        f"data is a DataLoader, which one worker reads; pass its dataset: data={call}. The global "
-        "batch is virtual_workers × micro_batch_size rows"
+        "data is a DataLoader, which one worker reads; pass its dataset: "
+        f"data=MapStyleData({name}(...), {size}), with its collate_fn, its num_workers as workers, "
+        "and shuffle=False if it does not shuffle. Whatever its sampler, each row comes once an "
+        "epoch. The global batch is virtual_workers × micro_batch_size rows"
     )
 
 

@@ -166,16 +166,8 @@ async def waits(ctx):
         ({"checkpoint": 500}, "checkpoint is a int"),
         ({"data": "x"}, "data is a str, must be a DataConfig or a MapStyleData"),
         (
-            {"data": DataLoader(Points(), batch_size=16, shuffle=True, num_workers=2)},
-            "data=MapStyleData(Points(...), micro_batch_size=16, workers=2). The global",
-        ),
-        (
-            {"data": DataLoader(Points(), collate_fn=list)},
-            "data=MapStyleData(Points(...), micro_batch_size=1, collate_fn=list, shuffle=False)",
-        ),
-        (
-            {"data": DataLoader(Points(), sampler=WeightedRandomSampler([1.0], 1))},
-            "A WeightedRandomSampler is not used: each row comes once an epoch",
+            {"data": DataLoader(Points(), batch_size=16, sampler=WeightedRandomSampler([1.0], 1))},
+            "data=MapStyleData(Points(...), micro_batch_size=16), with its collate_fn, its num_wor",
         ),
         (
             {"data": DataLoader(Stream(), batch_size=8)},

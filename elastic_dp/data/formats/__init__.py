@@ -14,6 +14,7 @@ MAGIC_BYTES = 512
 _MAGIC = {  # (index, bytes) of the beginning of a file
     (0, b"PAR1"): "a Parquet file",
     (0, b"ARROW1"): "an Arrow file",
+    (0, b"FEA1"): "a Feather file of version 1; write it again by `pyarrow.feather`",
     (257, b"ustar"): "a tar archive",
     (0, b"\x1f\x8b"): "compressed with gzip",
     (0, b"\xfd7zXZ\0"): "compressed with xz",

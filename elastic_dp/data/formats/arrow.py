@@ -52,14 +52,12 @@ from elastic_dp.data.formats.file_format import (
     ShardKey,
     stamp_of,
 )
-from elastic_dp.errors import DataError
 from elastic_dp.storage import ObjectRewritten
 
 FILES_MAPPED = 256
 HEAD_BYTES_KEPT = 16 << 20
 _HEADS_KNOWN = 64  # most shards have the same one
 _KNOWN_BYTES = 1 << 16  # of a head that stays decoded; dictionaries may take much more
-_OLD_FEATHER = b"FEA1"
 _TEXT_FACTOR = 4  # assumed compression ratio of text
 _DICTIONARY_FACTOR = 4  # assumed number of times that a value of a dictionary occurs
 
@@ -78,7 +76,6 @@ class Arrow:
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         first = bytes(shard.read(0, min(12, shard.size)))
-        refuse_old_feather(shard.name, first)
         is_file, tail = first[:6] == MAGIC, 0
         footer = read_footer(shard) if is_file else b""
         messages = list(listed_messages(shard, footer) if is_file else walked_messages(shard))
@@ -205,16 +202,6 @@ class _Head:
     def of(cls, content: bytes) -> _Head:
         schema = pa.ipc.open_stream(stream_of_head(content)).schema
         return cls(content, schema, schema.names, _has_dictionaries(schema), has_views(schema))
-
-
-def refuse_old_feather(name: str, first: bytes) -> None:
-    """Raises DataError for a Feather file of version 1. `first`: the file's first bytes."""
-    if first[:4] == _OLD_FEATHER:
-        raise DataError(
-            f"{name} is a Feather file of version 1, which is not Arrow IPC; write it again "
-            "as version 2 "
-            "(`pyarrow.feather.write_feather(pyarrow.feather.read_table(path), new_path)`)"
-        )
 
 
 def _decode(head: _Head, content: Any, names: list[str], *, is_mapped: bool) -> pa.Table:
