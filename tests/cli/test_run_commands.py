@@ -190,7 +190,7 @@ def test_connect_without_an_address_takes_the_one_cluster_of_this_user(
     processes = types.SimpleNamespace(process_iter=lambda _: running)
     monkeypatch.setattr(cluster_connection.private, "psutil", lambda: processes)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setattr(cluster_connection, "_wait_for_a_listener", lambda address: None)
+    monkeypatch.setattr(cluster_connection, "_wait_for_a_listener", lambda *_: None)
     if ":" in expected[:3]:
         cluster_connection.connect(None)
         assert connected == [expected]
@@ -246,7 +246,7 @@ def test_token_that_ray_saved_is_sent_unless_the_user_says_otherwise(
 
     monkeypatch.setattr(cluster_connection.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(cluster_connection.ray, "init", lambda **_: None)
-    monkeypatch.setattr(cluster_connection, "_wait_for_a_listener", lambda address: None)
+    monkeypatch.setattr(cluster_connection, "_wait_for_a_listener", lambda *_: None)
     read_again = []
     monkeypatch.setattr(
         cluster_connection.private, "reload_authentication", lambda: read_again.append(True)

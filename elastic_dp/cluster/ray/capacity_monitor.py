@@ -49,12 +49,8 @@ class CapacityMonitor:
         stages: Callable[[], Mapping[WorkerId, str]],
         say: Callable[[str], None],
     ) -> None:
-        self._scaling, self._worker_group, self._stages, self._say = (
-            scaling,
-            worker_group,
-            stages,
-            say,
-        )
+        self._scaling, self._worker_group = scaling, worker_group
+        self._stages, self._say = stages, say
         # the autoscaler's newest look, and since when it is known
         self._autoscaler_looked, self._looked_since = -1, 0.0
         self._waiting_since: dict[WorkerId, float] = {}

@@ -21,9 +21,9 @@ _TOKEN_SETUP = "ray._private.authentication.authentication_token_setup"
 _SLOW_START = "timed out during startup"
 
 
-def connect(address: str | None) -> None:
+def connect(address: str | None, wait_s: float = _LISTENER_S) -> None:
     """Connect to `address`, or to RAY_ADDRESS, or to this user's cluster on this machine, unless
-    connected.
+    connected. Waits `wait_s` for somebody to listen at `address`.
 
     Raises ClusterError if the connection fails, or if this user has several clusters here.
     """
@@ -31,7 +31,7 @@ def connect(address: str | None) -> None:
         return
     try:
         if address is not None:
-            _wait_for_a_listener(address)
+            _wait_for_a_listener(address, wait_s)
         elif not os.environ.get("RAY_ADDRESS"):
             address = _only(clusters_of_this_user())
         send_token()
@@ -49,26 +49,25 @@ def connect(address: str | None) -> None:
 
 def connects(address: str) -> bool:
     """Connect to `address` and return True, if a Ray cluster answers there now."""
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
-        connect(address)
-    except (OSError, ValueError, ClusterError):
+        connect(address, wait_s=0.0)
+    except ClusterError:
         return False
     return True
 
 
-def _wait_for_a_listener(address: str) -> None:
-    """Wait until somebody listens at `address`. Raises OSError after ten seconds; Ray would try for
+def _wait_for_a_listener(address: str, wait_s: float) -> None:
+    """Wait until somebody listens at `address`. Raises OSError after that time; Ray would try for
     two minutes, and print what it tries.
     """
     host, _, port = address.rpartition(":")
     if "://" in address or not port.isdigit():
         return  # Ray knows what it means, or says what is wrong
-    until = time.monotonic() + _LISTENER_S
+    until = time.monotonic() + wait_s
     while True:
         try:
-            with socket.create_connection((host.strip("[]"), int(port)), timeout=_LISTENER_S):
+            named = host.strip("[]"), int(port)
+            with socket.create_connection(named, timeout=max(wait_s, _ANSWER_S)):
                 return
         except OSError:
             if time.monotonic() >= until:

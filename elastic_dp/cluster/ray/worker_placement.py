@@ -51,11 +51,6 @@ def why_none_matches(selector: Labels, nodes: Iterable[Mapping[str, str]]) -> st
     return f"no node of this cluster is labelled {words}"
 
 
-def actor_options(selector: Labels) -> dict[str, Any]:
-    """Return the selector as options of `Actor.options`."""
-    return {"label_selector": selector} if selector else {}
-
-
 def resource_options(resources: Mapping[str, float]) -> dict[str, Any]:
     """Return the resources as options of `Actor.options`."""
     others = dict(resources)
@@ -75,7 +70,8 @@ class WorkerNodes:
 
     def options(self, worker: str, selector: Labels) -> dict[str, Any]:
         """Return options of `Actor.options` for a new worker."""
-        return resource_options(self._scaling.resources_per_worker) | actor_options(selector)
+        placed = {"label_selector": selector or None}
+        return resource_options(self._scaling.resources_per_worker) | placed
 
     def all_of(self, first: Mapping[str, str]) -> list[tuple[str, str]]:
         """Return each worker of `first` with each of its nodes. `first` has the first ones."""

@@ -4,7 +4,7 @@ import pytest
 
 from elastic_dp.cluster.ray import capacity_monitor
 from elastic_dp.cluster.ray.capacity_monitor import no_room
-from elastic_dp.cluster.ray.worker_placement import actor_options, node_selector, why_none_matches
+from elastic_dp.cluster.ray.worker_placement import WorkerNodes, node_selector, why_none_matches
 from elastic_dp.config import ScalingConfig
 
 SPOT, FIRM = {"ray.io/market-type": "spot"}, {"ray.io/market-type": "on-demand"}
@@ -22,8 +22,10 @@ H100 = {"ray.io/accelerator-type": "H100"}
     ],
 )
 def test_job_asks_by_its_market_and_labels(fields, selector):
-    assert node_selector(ScalingConfig(**fields)) == selector
-    assert actor_options(selector) == ({"label_selector": selector} if selector else {})
+    scaling = ScalingConfig(**fields)
+    assert node_selector(scaling) == selector
+    options = WorkerNodes("run", scaling).options("w1", selector)
+    assert options["label_selector"] == (selector or None)
 
 
 @pytest.mark.parametrize(
