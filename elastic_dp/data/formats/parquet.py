@@ -33,6 +33,7 @@ from elastic_dp.data.formats.file_format import (
     RowGroupLocation,
     Scan,
     ShardAt,
+    ShardFile,
     ShardKey,
     stamp_of,
 )
@@ -264,16 +265,13 @@ class _Footer:
     idle: list[_OpenShard] = field(default_factory=list)
 
 
-class _FetchedRanges:
-    """Byte ranges of a shard, fetched into memory; a file object for Arrow. `clear` forgets
-    them."""
-
-    closed = False
+class _FetchedRanges(ShardFile):
+    """Byte ranges of a shard, fetched into memory; a file object for Arrow, which reads no others.
+    `clear` forgets them."""
 
     def __init__(self, shard: ShardAt) -> None:
-        self._shard = shard
+        super().__init__(shard)
         self._ranges: list[tuple[int, int, memoryview]] = []
-        self._at = 0
 
     def fetch(self, ranges: list[tuple[int, int]]) -> None:
         """Reads the ranges that are not in memory yet; ranges close to each other in one
@@ -303,30 +301,10 @@ class _FetchedRanges:
                 return content[start - first : end - first]
         return None
 
-    def read(self, count: int = -1) -> memoryview:
+    def read(self, count: int = -1) -> memoryview:  # nothing is copied
         end = self._shard.size if count < 0 else min(self._at + count, self._shard.size)
         start, self._at = self._at, end
         return self.slice(start, end)
-
-    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._shard.size}[whence]
-        self._at = base + position
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def size(self) -> int:
-        return self._shard.size
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self.closed = True
 
 
 # A reader of a shard, and the ranges that it reads, unless the shard is a local file
