@@ -37,13 +37,7 @@ from elastic_dp.config import (
     ScalingConfig,
 )
 from elastic_dp.config.removed_names import refuses_removed_names
-from elastic_dp.coordinator.messages import (
-    Explain,
-    FailRun,
-    FinishRun,
-    TrainingPosition,
-    WorkerStopped,
-)
+from elastic_dp.coordinator import messages as m
 from elastic_dp.data import MicroBatchStream, open_data
 from elastic_dp.data.datasets.map_style import probed_rows
 from elastic_dp.device.gpu import is_gpu, pick_device
@@ -330,10 +324,10 @@ class ElasticTrainer:
         loggers = LoggerThreads(self.loggers, self.spec.name, self.url)
         journal.listen(loggers.put)
         for note in (*self._said_of_rows, *self._record_start(data.steps_of)):
-            journal.command(Explain(note))
+            journal.command(m.Explain(note))
 
         def tell(text: str) -> None:
-            journal.command(Explain(text))
+            journal.command(m.Explain(text))
             say(text)
 
         def show(record: dict[str, Any]) -> None:
@@ -345,15 +339,15 @@ class ElasticTrainer:
         try:
             session = run.run(self.train)
         except KeyboardInterrupt:
-            journal.command(FinishRun(TrainingPosition(run.step), "", INTERRUPTED_REASON))
+            journal.command(m.FinishRun(m.TrainingPosition(run.step), "", INTERRUPTED_REASON))
             progress.flush()
             progress.say(console.what_was_kept(self.url, run.step))
             raise
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            at = TrainingPosition(run.step)
-            journal.event(WorkerStopped("w1", 1, at, True, text))
-            journal.command(FailRun(text, ""))
+            at = m.TrainingPosition(run.step)
+            journal.event(m.WorkerStopped("w1", 1, at, True, text))
+            journal.command(m.FailRun(text, ""))
             raise
         finally:
             progress.flush()

@@ -21,23 +21,8 @@ from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress, SharedMemoryPage
 from elastic_dp.cluster.worker_logs import WorkerLogUploader
 from elastic_dp.config import JobSpec
-from elastic_dp.coordinator.messages import (
-    START,
-    AbortGeneration,
-    BeginTraining,
-    Command,
-    EndGeneration,
-    FormGeneration,
-    PrepareGroup,
-    ReleaseWorker,
-    ReportState,
-    StopTraining,
-    TakeCheckpoint,
-    WorkerId,
-    WorkerReported,
-    WorkerStarted,
-    WriteDrainCheckpoint,
-)
+from elastic_dp.coordinator import messages as m
+from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.data import Index, open_data
 from elastic_dp.device.accelerator import has_own_communicator
 from elastic_dp.device.device_checks import admit
@@ -89,7 +74,7 @@ class WriteBlobs:
     names: tuple[str, ...]
 
 
-Request = Command | WriteBlobs | GroupRecords  # that a controller sends to workers
+Request = m.Command | WriteBlobs | GroupRecords  # that a controller sends to workers
 
 
 GANGS = "elastic_dp.extensions.gangs.followers"  # for workers of several processes
@@ -169,12 +154,12 @@ class Worker:
     def deliver(self, command: Request) -> None:
         control = self._control
         match command:
-            case BeginTraining(is_source=is_source):
+            case m.BeginTraining(is_source=is_source):
                 self._is_source = is_source
                 self._begin.set()
-            case FormGeneration(membership=membership):
+            case m.FormGeneration(membership=membership):
                 control.form(membership)
-            case PrepareGroup():
+            case m.PrepareGroup():
                 if self._session is not None:
                     self._session.prepare(command)
             case GroupRecords(group=group):
@@ -182,32 +167,32 @@ class Worker:
                     self._rendezvous.deliver(command)
                 else:
                     control.deliver(command)
-            case EndGeneration(generation=generation, after_step=after_step):
+            case m.EndGeneration(generation=generation, after_step=after_step):
                 control.end(generation, after_step)
-            case AbortGeneration(generation=generation):
+            case m.AbortGeneration(generation=generation):
                 control.abort(generation)
-            case StopTraining(reason=reason):
+            case m.StopTraining(reason=reason):
                 control.stop(reason)
-            case ReleaseWorker(reason=reason):
+            case m.ReleaseWorker(reason=reason):
                 control.release(reason)
                 self._begin.set()
             case WriteBlobs(step=step, names=names):
                 if self._session is not None and self._session.checkpoints is not None:
                     self._session.checkpoints.write(step, names)
-            case TakeCheckpoint():
+            case m.TakeCheckpoint():
                 control.request_checkpoint()
-            case WriteDrainCheckpoint(generation=generation, writers=writers):
+            case m.WriteDrainCheckpoint(generation=generation, writers=writers):
                 control.checkpoint_state(generation, writers)
-            case ReportState(asked=asked):
+            case m.ReportState(asked=asked):
                 self._link.post(self._reported(asked))
             case _:
                 raise AssertionError(f"not for a worker: {command}")
 
-    def _reported(self, asked: int) -> WorkerReported:
+    def _reported(self, asked: int) -> m.WorkerReported:
         """Return the state of this worker. Before it has a session it has none, and can begin."""
         if self._session is not None:
             return self._session.reported(asked)
-        return WorkerReported(self.identity, 0, START, False, True, None, True, 0, asked)
+        return m.WorkerReported(self.identity, 0, m.START, False, True, None, True, 0, asked)
 
     def run(self) -> str:
         """Announce this worker, wait for the command to begin, and train. Return why it was
@@ -229,7 +214,7 @@ class Worker:
             exact=self._spec.exact,
             shared=self._job.shares_gpu,
         )
-        self._link.post(WorkerStarted(self.identity))
+        self._link.post(m.WorkerStarted(self.identity))
         while not self._begin.wait(self._control.orphaned_in_s()):
             if self._control.orphaned_in_s() <= 0:
                 return ORPHANED

@@ -43,40 +43,9 @@ from elastic_dp.cluster.worker import WriteBlobs
 from elastic_dp.cluster.worker_group import WorkerGroup
 from elastic_dp.cluster.worker_logs import CrashLogWriter
 from elastic_dp.config import JobSpec
+from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.coordinator import Coordinator, CoordinatorConfig
-from elastic_dp.coordinator.messages import (
-    AbortGeneration,
-    AvoidNode,
-    BeginTraining,
-    CheckpointCommitted,
-    CheckpointFound,
-    CheckpointRequested,
-    ClaimGeneration,
-    Command,
-    DeadlineReached,
-    Event,
-    EvictWorker,
-    Explain,
-    FailRun,
-    FindCheckpoint,
-    FinishRun,
-    FormGeneration,
-    GenerationClaimed,
-    GenerationClaimLost,
-    HeartbeatReceived,
-    Membership,
-    PrepareGroup,
-    ReleaseWorker,
-    RenewLease,
-    StandDown,
-    StartWorker,
-    StopRequested,
-    WorkerFinished,
-    WorkerId,
-    WorkerLost,
-    WorkerPlaced,
-    WorkerStopped,
-)
+from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.distributed.rendezvous import GroupName, MemberRecord, RendezvousTables
 from elastic_dp.errors import ElasticError, StateDiffers
 from elastic_dp.run_record import RunOutcome
@@ -115,7 +84,7 @@ class Controller:
         """
         self.spec, self.journal, self.url = spec, journal, url
         self.state_store = ControllerStateStore() if state_store is None else state_store
-        self.inbox: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[m.Event | Exception] = queue.SimpleQueue()
         self.coordinator = Coordinator(self._coordinator_config())
         self.heartbeats = HeartbeatServer(secret, host, self._hear, self._write_crash_log, self.say)
         self.metrics = MetricLog(journal)
@@ -143,7 +112,7 @@ class Controller:
 
     # ------------------------------------------------------------------ from other threads
 
-    def post(self, event: Event) -> None:
+    def post(self, event: m.Event) -> None:
         self.inbox.put(event)
 
     def fail(self, error: Exception) -> None:
@@ -179,7 +148,7 @@ class Controller:
 
     def say(self, text: str) -> None:
         """Write a text to the journal, for clients that follow the run."""
-        self.journal.command(Explain(text))
+        self.journal.command(m.Explain(text))
 
     def wrote(self, worker: WorkerId, written: WrittenBlobs) -> None:
         """Take a member's report about its part of a checkpoint."""
@@ -239,9 +208,9 @@ class Controller:
         own = self.journal.store_retries + checkpoints
         return {"controller": own, "workers": self.times.store_retries}
 
-    def _hear(self, event: Event) -> None:
+    def _hear(self, event: m.Event) -> None:
         """From a heartbeat sidecar."""
-        if isinstance(event, WorkerLost) and event.worker not in self.exits.released:
+        if isinstance(event, m.WorkerLost) and event.worker not in self.exits.released:
             self.exits.died.add(event.worker)
         self.post(event)
 
@@ -252,7 +221,7 @@ class Controller:
     def _stand_down(self, reason: str) -> None:
         """Stop leading, because another cluster holds the run."""
         self.say(reason)
-        self.post(GenerationClaimLost(self.coordinator.generation + 1))
+        self.post(m.GenerationClaimLost(self.coordinator.generation + 1))
 
     # --------------------------------------------------------------------------- the loop
 
@@ -273,10 +242,10 @@ class Controller:
                 request_blobs=lambda one: self._worker_group.send(
                     [one.worker], WriteBlobs(one.worker, one.step, tuple(one.names))
                 ),
-                request_checkpoint=partial(self.post, CheckpointRequested()),
+                request_checkpoint=partial(self.post, m.CheckpointRequested()),
                 tell=self.say,
                 committed=lambda step, duration_s: self.post(
-                    CheckpointCommitted(step, round(duration_s, 3))
+                    m.CheckpointCommitted(step, round(duration_s, 3))
                 ),
                 stand_down=self._stand_down,
                 fail=self.fail,
@@ -300,11 +269,11 @@ class Controller:
         on.
         """
         if self.committer is None:
-            self.post(CheckpointFound(None))
+            self.post(m.CheckpointFound(None))
             return
         if at_most is not None:
             self.committer.reject(at_most, generation)
-        self.committer.find(lambda step: self.post(CheckpointFound(step)))
+        self.committer.find(lambda step: self.post(m.CheckpointFound(step)))
 
     def lead(self, found: Sequence[WorkerId] = ()) -> RunOutcome:
         """Lead the run and return its outcome.
@@ -331,7 +300,7 @@ class Controller:
 
     def _fail(self, error: ElasticError) -> None:
         kind = next(c for c in type(error).__mro__ if c.__module__ == ElasticError.__module__)
-        self._execute(FailRun(f"{kind.__name__}: {error}", "", facts=error.args))
+        self._execute(m.FailRun(f"{kind.__name__}: {error}", "", facts=error.args))
 
     def _close(self) -> None:
         self._worker_group.close()
@@ -357,7 +326,7 @@ class Controller:
         with contextlib.suppress(queue.Empty):
             while True:
                 event = self.inbox.get_nowait()
-                if isinstance(event, CheckpointCommitted):
+                if isinstance(event, m.CheckpointCommitted):
                     self._note(event)
                 elif isinstance(event, StateDiffers) and self.outcome.error is None:
                     self._fail(event)
@@ -384,18 +353,18 @@ class Controller:
             try:
                 event = self.inbox.get(timeout=max(0.0, min(waits)) if waits else None)
             except queue.Empty:
-                event = DeadlineReached()
+                event = m.DeadlineReached()
                 if ends_at is not None and clock() >= ends_at:
-                    ends_at, event = None, StopRequested(TIME_IS_UP)
+                    ends_at, event = None, m.StopRequested(TIME_IS_UP)
             if isinstance(event, Exception):
                 raise event
             event = self._with_absent(self.exits.relabel(event))
             self._note(event)
             self._execute_all(self._decide(event))
 
-    def _with_absent(self, event: Event) -> Event:
+    def _with_absent(self, event: m.Event) -> m.Event:
         """Add the members that have not registered to a failed member's report."""
-        if not isinstance(event, WorkerStopped) or not event.members_missing:
+        if not isinstance(event, m.WorkerStopped) or not event.members_missing:
             return event
         membership = self.coordinator.membership
         if membership is None or membership.generation != event.generation:
@@ -406,21 +375,21 @@ class Controller:
         absent = [member.worker for member in membership.members if member.worker not in here]
         return dataclasses.replace(event, unreachable=tuple(absent))
 
-    def _take_over(self, found: Sequence[WorkerId]) -> list[Command]:
+    def _take_over(self, found: Sequence[WorkerId]) -> list[m.Command]:
         """Continue the run of a previous controller, with its workers and the requests that it had
         accepted.
         """
         state, now = self.state_store.state, time.monotonic()
         for worker in [worker for worker in found if worker not in state.here]:
             self.exits.released.add(worker)
-            told = ReleaseWorker(worker, "was told to leave before this controller took over")
+            told = m.ReleaseWorker(worker, "was told to leave before this controller took over")
             self._tasks.put(([], [partial(self._release_now, told)]))
         found = [worker for worker in found if worker in state.here]
         for worker, was_up in [*state.here.items()]:
             if worker not in found and was_up:
-                self.post(WorkerLost(worker, "gone when this controller took over"))
+                self.post(m.WorkerLost(worker, "gone when this controller took over"))
             elif worker not in found:  # it never came to be, and is no loss
-                self.state_store.record(ReleaseWorker(worker, "was never started"))
+                self.state_store.record(m.ReleaseWorker(worker, "was never started"))
         for event in pending_requests(state, now):
             self.post(event)
         self.exits.begun.update(found)
@@ -438,7 +407,7 @@ class Controller:
             return config
         return dataclasses.replace(config, size=size, min_workers=least)
 
-    def _decide(self, event: Event) -> list[Command]:
+    def _decide(self, event: m.Event) -> list[m.Command]:
         """Handle an event without the garbage collector, which would visit all workers.
 
         Events leave no cycles. The many objects that a forming generation of thousands allocates
@@ -453,10 +422,10 @@ class Controller:
     def _done(self) -> bool:
         return self.coordinator.phase == "over" and not self.coordinator.workers
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: m.Event) -> None:
         """Record an event before it is handled."""
         match event:
-            case HeartbeatReceived(step=step):
+            case m.HeartbeatReceived(step=step):
                 self.report.heard(step)
                 self.times.heard(event)
                 self.slow_workers.heard(event, self.coordinator.membership)
@@ -465,13 +434,13 @@ class Controller:
                     if self.committer is not None:
                         self.committer.training_began()
                 return  # not news
-            case DeadlineReached():
+            case m.DeadlineReached():
                 return
-            case WorkerPlaced():
+            case m.WorkerPlaced():
                 self.slow_workers.placed(event)
-            case WorkerFinished(inexact_because=because):
+            case m.WorkerFinished(inexact_because=because):
                 self.report.add_inexact(because)
-            case WorkerLost(worker=worker, cause=cause):
+            case m.WorkerLost(worker=worker, cause=cause):
                 match self.exits.report(worker, cause):
                     case ExitReport.REPEATS:
                         return
@@ -486,13 +455,13 @@ class Controller:
                 if worker in self.exits.evicted or not expected:
                     self.state_store.count_loss()
                     self.journal.event(LossCounted(self.state_store.state.lost))
-        interrupted = isinstance(event, StopRequested) and event.reason == INTERRUPTED_REASON
+        interrupted = isinstance(event, m.StopRequested) and event.reason == INTERRUPTED_REASON
         if interrupted and self._store is not None:  # nobody waits for a store that stays away
             self._store.raise_when_late()
         self.state_store.record(event)
         self.journal.event(event)
 
-    def _execute_all(self, commands: list[Command]) -> None:
+    def _execute_all(self, commands: list[m.Command]) -> None:
         """Execute commands. The state that follows from them is stored before. Only the end of a
         generation does not wait for that, because a successor of this controller ends it, too, nor
         does a preparation, from which nothing follows."""
@@ -502,62 +471,62 @@ class Controller:
             self.state_store.record(command)
         for command in commands:
             if (task := self._begin(command)) is not None:
-                is_urgent = isinstance(command, AbortGeneration | PrepareGroup)
+                is_urgent = isinstance(command, m.AbortGeneration | m.PrepareGroup)
                 (urgent if is_urgent else tasks).append(task)
         if urgent or tasks or self.state_store.has_changed:
             self._tasks.put((urgent, tasks))
 
-    def _execute(self, command: Command) -> None:
+    def _execute(self, command: m.Command) -> None:
         """Execute a command in this thread."""
         task = self._begin(command)
         if task is not None:
             task()
 
-    def _begin(self, command: Command) -> Callable[[], None] | None:
+    def _begin(self, command: m.Command) -> Callable[[], None] | None:
         """Do what only this process sees, and return the rest of a command, for the thread of
         commands."""
-        if isinstance(command, RenewLease):
+        if isinstance(command, m.RenewLease):
             self.heartbeats.renew(command.worker, command.beat)
             return None
         self.journal.command(command)
         send = self._worker_group.send
         match command:
-            case FormGeneration(membership=membership):
+            case m.FormGeneration(membership=membership):
                 members = [member.worker for member in membership.members]
                 self._rendezvous.begin(_main_group(membership))
                 return partial(send, members, command)
-            case PrepareGroup(workers=workers):
+            case m.PrepareGroup(workers=workers):
                 return partial(send, workers, command)
-            case StartWorker(worker=worker):
+            case m.StartWorker(worker=worker):
                 return partial(self._worker_group.start, worker)
-            case AvoidNode(worker=worker):
+            case m.AvoidNode(worker=worker):
                 return partial(self._worker_group.avoid_node_of, worker)
-            case EvictWorker(worker=worker, stuck=stuck):
+            case m.EvictWorker(worker=worker, stuck=stuck):
                 self.exits.evicted.add(worker)
                 self.heartbeats.evict(worker, stuck)
                 if not stuck:
                     return partial(self._worker_group.kill, worker)
                 # if its sidecar does not
                 threading.Timer(STACKS_S, self._worker_group.kill, [worker]).start()
-            case ClaimGeneration(generation=generation):
+            case m.ClaimGeneration(generation=generation):
                 # The next generation waits for it, and it follows from nothing that is stored.
                 background("claim", partial(self._claim, generation), self.fail).start()
-            case FindCheckpoint(at_most=at_most):
+            case m.FindCheckpoint(at_most=at_most):
                 return partial(self._find_checkpoint, at_most, self.coordinator.generation)
-            case FinishRun() | FailRun() | StandDown():
+            case m.FinishRun() | m.FailRun() | m.StandDown():
                 self.times.flush()
                 outcome = self.report.end(command, self.coordinator.generation)
                 store = partial(self.state_store.record_outcome, outcome)
                 return partial(self._stores.insist, store)
-            case ReleaseWorker(worker=worker):
+            case m.ReleaseWorker(worker=worker):
                 self.exits.released.add(worker)
                 if worker not in self.exits.begun:
                     return partial(self._release_now, command)
                 return partial(send, [worker], command)
-            case BeginTraining(worker=worker):
+            case m.BeginTraining(worker=worker):
                 self.exits.begun.add(worker)
                 return partial(send, [worker], command)
-            case Explain():
+            case m.Explain():
                 pass
             case _:
                 return partial(send, [command.worker], command)
@@ -579,9 +548,9 @@ class Controller:
         if won is None:
             return
         self.superseded = self.superseded or not won
-        self.post(GenerationClaimed(generation) if won else GenerationClaimLost(generation))
+        self.post(m.GenerationClaimed(generation) if won else m.GenerationClaimLost(generation))
 
-    def _release_now(self, command: ReleaseWorker) -> None:
+    def _release_now(self, command: m.ReleaseWorker) -> None:
         """Release and kill a worker at once.
 
         The worker group is told first, so that this does not count as a failure of the worker's
@@ -609,7 +578,7 @@ def _newest(journal: Journal, now: float) -> dict[str, Any]:
     return {"newest_event": event, "newest_checkpoint": checkpoint or None}
 
 
-def _main_group(membership: Membership) -> GroupName:
+def _main_group(membership: m.Membership) -> GroupName:
     return GroupName.main(membership.generation, membership.prepared)
 
 

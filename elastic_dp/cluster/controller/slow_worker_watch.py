@@ -8,13 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
-from elastic_dp.coordinator.messages import (
-    HeartbeatReceived,
-    Membership,
-    WorkerId,
-    WorkerPlaced,
-    WorkerSlow,
-)
+from elastic_dp.coordinator import messages as m
+from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.telemetry.phase_clock import PhaseTimes
 from elastic_dp.telemetry.slow_workers import (
@@ -39,7 +34,7 @@ class SlowWorkerWatch:
         self,
         journal: Journal,
         replace_after_s: float | None,
-        post: Callable[[WorkerSlow], object],
+        post: Callable[[m.WorkerSlow], object],
     ) -> None:
         self._journal, self._post = journal, post
         self._replace_after_s = math.inf if replace_after_s is None else replace_after_s
@@ -52,10 +47,10 @@ class SlowWorkerWatch:
         self._post_at = -math.inf
         self.found: tuple[SlowWorker, ...] = ()  # as recorded
 
-    def placed(self, event: WorkerPlaced) -> None:
+    def placed(self, event: m.WorkerPlaced) -> None:
         self._nodes[event.worker] = event.location.node
 
-    def heard(self, event: HeartbeatReceived, membership: Membership | None) -> None:
+    def heard(self, event: m.HeartbeatReceived, membership: m.Membership | None) -> None:
         if membership is None or event.generation != membership.generation:
             return
         if event.generation != self._generation:
@@ -100,4 +95,4 @@ class SlowWorkerWatch:
         if due and now >= self._post_at:
             self._post_at = now + REPEAT_S
             worst = max(due, key=lambda one: one.cost)
-            self._post(WorkerSlow(worst.worker, worst.why))
+            self._post(m.WorkerSlow(worst.worker, worst.why))

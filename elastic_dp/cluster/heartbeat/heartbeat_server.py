@@ -16,13 +16,8 @@ from typing import Any
 
 from elastic_dp.cluster.heartbeat import heartbeat_sidecar
 from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress
-from elastic_dp.coordinator.messages import (
-    Cause,
-    HeartbeatReceived,
-    StackTracesCaptured,
-    WorkerId,
-    WorkerLost,
-)
+from elastic_dp.coordinator import messages as m
+from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.threads import background
 
 STACKS_S = 2.0  # a sidecar that was asked for stack traces has killed its worker by then
@@ -42,7 +37,7 @@ class HeartbeatServer:
         self,
         secret: bytes,
         host: str,
-        heard: Callable[[HeartbeatReceived | WorkerLost | StackTracesCaptured], None],
+        heard: Callable[[m.HeartbeatReceived | m.WorkerLost | m.StackTracesCaptured], None],
         log_tail: Callable[[WorkerId, str], None] = lambda worker, words: None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -153,12 +148,12 @@ class _Peer:
 
 def _event_of(
     worker: WorkerId, message: dict[str, Any]
-) -> HeartbeatReceived | WorkerLost | StackTracesCaptured:
+) -> m.HeartbeatReceived | m.WorkerLost | m.StackTracesCaptured:
     if message.get("exits"):
         return _lost(worker, message)
     if "stacks" in message:
-        return StackTracesCaptured(worker, str(message["stacks"]))
-    return HeartbeatReceived(
+        return m.StackTracesCaptured(worker, str(message["stacks"]))
+    return m.HeartbeatReceived(
         worker,
         int(message["generation"]),
         int(message["step"]),
@@ -173,7 +168,7 @@ def _event_of(
     )
 
 
-def _lost(worker: WorkerId, message: dict[str, Any]) -> WorkerLost:
+def _lost(worker: WorkerId, message: dict[str, Any]) -> m.WorkerLost:
     """Return the death of a worker as its sidecar reports it."""
     phase, _, number = str(message["phase"]).partition(" ")
     at = None
@@ -181,10 +176,10 @@ def _lost(worker: WorkerId, message: dict[str, Any]) -> WorkerLost:
         at = int(message["step"]) + 1, int(number)
     where = "" if at is None else f" in virtual worker {at[1]} of step {at[0]}"
     if fault := message.get("fault"):
-        cause, text = Cause(fault[0]), str(fault[1])
-        what = "ran out of device memory" if cause is Cause.OUT_OF_MEMORY else "its device failed"
-        return WorkerLost(worker, f"{what}{where}: {text}", cause, at)
+        cause, text = m.Cause(fault[0]), str(fault[1])
+        what = "ran out of device memory" if cause is m.Cause.OUT_OF_MEMORY else "its device failed"
+        return m.WorkerLost(worker, f"{what}{where}: {text}", cause, at)
     if message["out_of_memory"]:
         reason = f"the kernel killed a process because memory ran out, and it exits{where}"
-        return WorkerLost(worker, reason, Cause.OUT_OF_MEMORY, at)
-    return WorkerLost(worker, f"its process exits{where}", micro_batch=at)
+        return m.WorkerLost(worker, reason, m.Cause.OUT_OF_MEMORY, at)
+    return m.WorkerLost(worker, f"its process exits{where}", micro_batch=at)

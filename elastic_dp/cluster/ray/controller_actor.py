@@ -30,15 +30,8 @@ from elastic_dp.cluster.runs.controller_state import RunTotals
 from elastic_dp.cluster.runs.ray_kv_state import RayKvStateStore, forget, load_job
 from elastic_dp.cluster.worker import WorkerJob
 from elastic_dp.config import DataConfig, JobSpec
-from elastic_dp.coordinator.messages import (
-    CheckpointRequested,
-    DrainNoticed,
-    Event,
-    Explain,
-    SizeRequested,
-    StopRequested,
-    WorkerId,
-)
+from elastic_dp.coordinator import messages as m
+from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.distributed.rendezvous import MemberRecord
 from elastic_dp.errors import StorageError
 from elastic_dp.run_record import RunOutcome
@@ -112,7 +105,7 @@ class ControllerActor:
             self._spec.scaling,
             self._worker_group,
             lambda: self._controller.status()["workers"],
-            lambda text: self._journal.command(Explain(text)),
+            lambda text: self._journal.command(m.Explain(text)),
         )
         self._sharing = importlib.import_module(_SHARING).ClusterSharing(
             self._spec.name,
@@ -146,7 +139,7 @@ class ControllerActor:
         return spec, self._url, self._controller.ended.is_set()
 
     @ray.method(concurrency_group="events")
-    def post(self, event: Event) -> None:
+    def post(self, event: m.Event) -> None:
         self._controller.post(event)
 
     @ray.method(concurrency_group="events")
@@ -170,7 +163,7 @@ class ControllerActor:
 
     @ray.method(concurrency_group="events")
     def checkpoint(self) -> None:
-        self._request(CheckpointRequested())
+        self._request(m.CheckpointRequested())
 
     @ray.method(concurrency_group="events")
     def skip(self, row_groups: Sequence[str]) -> None:
@@ -190,11 +183,11 @@ class ControllerActor:
 
     @ray.method(concurrency_group="events")
     def scale(self, size: int, min_workers: int | None = None) -> None:
-        self._request(SizeRequested(size, min_workers))
+        self._request(m.SizeRequested(size, min_workers))
 
     @ray.method(concurrency_group="events")
     def stop(self, reason: str) -> None:
-        self._request(StopRequested(reason))
+        self._request(m.StopRequested(reason))
 
     @ray.method(concurrency_group="events")
     def drain(self, worker: WorkerId, within_s: float | None) -> list[WorkerId]:
@@ -204,7 +197,7 @@ class ControllerActor:
         # A controller that takes over knows them only from the stored state.
         workers = [*(present | self._state_store.state.here)]
         if worker in workers:
-            self._request(DrainNoticed(worker, deadline))
+            self._request(m.DrainNoticed(worker, deadline))
         return workers
 
     @ray.method(concurrency_group="follow")
@@ -245,7 +238,7 @@ class ControllerActor:
             if entry is not None and entry.state == "ALIVE"
         }
 
-    def _request(self, event: Event) -> None:
+    def _request(self, event: m.Event) -> None:
         """Accept an operator's request; it is stored before it is acknowledged."""
         self._state_store.record(event)
         self._state_store.save()

@@ -17,23 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_dp.coordinator.messages import (
-    CheckpointCommitted,
-    CheckpointRequested,
-    Command,
-    DrainNoticed,
-    Event,
-    FindCheckpoint,
-    FormGeneration,
-    HeartbeatReceived,
-    ReleaseWorker,
-    SizeRequested,
-    StartWorker,
-    StopRequested,
-    WorkerId,
-    WorkerLost,
-    WorkerStarted,
-)
+from elastic_dp.coordinator import messages as m
+from elastic_dp.coordinator.messages import WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +73,7 @@ class ControllerState:
     term: int = 1  # the number of this controller among those of the run
     size: int | None = None  # requested by an operator
     min_workers: int | None = None  # likewise
-    stop: StopRequested | None = None  # a request to end before the run's limits
+    stop: m.StopRequested | None = None  # a request to end before the run's limits
     checkpoint: bool = False  # one was requested, and none was committed since
     # The deadline, and how far away it was when the notice came; None: not known.
     draining: dict[WorkerId, tuple[float, float] | None] = field(default_factory=dict)
@@ -129,7 +114,7 @@ class ControllerStateStore:
     def highest_claimed(self) -> int:
         return 0
 
-    def record(self, message: Event | Command) -> None:
+    def record(self, message: m.Event | m.Command) -> None:
         """Update the state by a message; `save` writes it if it has changed."""
         with self._lock:
             self._changed |= _update(self.state, message)
@@ -177,51 +162,51 @@ class ControllerStateStore:
         pass
 
 
-def _update(state: ControllerState, message: Event | Command) -> bool:
+def _update(state: ControllerState, message: m.Event | m.Command) -> bool:
     match message:
-        case StartWorker(worker=worker):
+        case m.StartWorker(worker=worker):
             state.here[worker] = False
-        case WorkerStarted(worker=worker) if state.here.get(worker) is False:
+        case m.WorkerStarted(worker=worker) if state.here.get(worker) is False:
             state.here[worker] = True
-        case ReleaseWorker(worker=worker) | WorkerLost(worker=worker):
+        case m.ReleaseWorker(worker=worker) | m.WorkerLost(worker=worker):
             known = worker in state.here or worker in state.draining
             state.here.pop(worker, None)
             state.draining.pop(worker, None)
             return known
-        case DrainNoticed(worker=worker, deadline=deadline):
+        case m.DrainNoticed(worker=worker, deadline=deadline):
             later_s = 0.0 if deadline is None else deadline - time.monotonic()
             state.draining[worker] = None if deadline is None else (time.time() + later_s, later_s)
-        case SizeRequested(size=size, min_workers=least):
+        case m.SizeRequested(size=size, min_workers=least):
             state.size = size
             state.min_workers = state.min_workers if least is None else least
-        case StopRequested():
+        case m.StopRequested():
             state.stop = state.stop or message  # the first counts
-        case CheckpointRequested():
+        case m.CheckpointRequested():
             state.checkpoint = True
-        case CheckpointCommitted() if state.checkpoint:
+        case m.CheckpointCommitted() if state.checkpoint:
             state.checkpoint = False
-        case FindCheckpoint(at_most=int() as at_most):
+        case m.FindCheckpoint(at_most=int() as at_most):
             state.at_most = at_most
-        case FormGeneration() if state.at_most is not None:
+        case m.FormGeneration() if state.at_most is not None:
             state.at_most = None
-        case HeartbeatReceived(step=step) if step > 0 and not state.stepped:
+        case m.HeartbeatReceived(step=step) if step > 0 and not state.stepped:
             state.stepped = True
         case _:
             return False
     return True
 
 
-def pending_requests(state: ControllerState, now: float) -> list[Event]:
+def pending_requests(state: ControllerState, now: float) -> list[m.Event]:
     """Return the accepted requests that are not done yet; `now` is of `time.monotonic`."""
-    asked: list[Event] = []
+    asked: list[m.Event] = []
     for worker, known in state.draining.items():
         # Never longer than it was at first, even if the clock was set back since.
         left_s = None if known is None else min(known[0] - time.time(), known[1])
-        asked.append(DrainNoticed(worker, None if left_s is None else now + left_s))
+        asked.append(m.DrainNoticed(worker, None if left_s is None else now + left_s))
     if state.stop is not None:
         asked.append(state.stop)
     if state.checkpoint:
-        asked.append(CheckpointRequested())
+        asked.append(m.CheckpointRequested())
     return asked
 
 

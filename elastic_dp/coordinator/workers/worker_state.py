@@ -9,18 +9,8 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from elastic_dp.coordinator.messages import (
-    START,
-    UNKNOWN_LOCATION,
-    HeartbeatReceived,
-    Signature,
-    TrainingPosition,
-    WorkerFinished,
-    WorkerId,
-    WorkerLocation,
-    WorkerReported,
-    WorkerStopped,
-)
+from elastic_dp.coordinator import messages as m
+from elastic_dp.coordinator.messages import WorkerId
 
 
 class Stage(StrEnum):
@@ -65,7 +55,7 @@ class HeartbeatProgress:
         self._cpu_s_before += self.cpu_s
         self.beats, self.cpu_s = 0, 0.0
 
-    def record(self, event: HeartbeatReceived) -> None:
+    def record(self, event: m.HeartbeatReceived) -> None:
         """Take a heartbeat."""
         if event.beat <= self._beat:
             return  # late, or a duplicate
@@ -88,12 +78,12 @@ class WorkerState:
     number: int  # in the order of requests
     stage: Stage
     since: float  # when it entered this stage
-    location: WorkerLocation = UNKNOWN_LOCATION
+    location: m.WorkerLocation = m.UNKNOWN_LOCATION
     renewed_at: float = -math.inf  # when a heartbeat was last answered
-    signature: Signature | None = None
+    signature: m.Signature | None = None
     can_source: bool = False
     entered: int = 0  # the last generation it is known to have entered
-    position: TrainingPosition = START
+    position: m.TrainingPosition = m.START
     has_state: bool = False
     at_head: bool = True
     lineage_id: int = 0  # the lineage that its state descends from
@@ -150,19 +140,19 @@ class WorkerState:
         self.done_beats = 0
         return True
 
-    def stopped(self, event: WorkerStopped) -> None:
+    def stopped(self, event: m.WorkerStopped) -> None:
         self.position, self.has_state, self.at_head = event.position, event.has_state, event.at_head
         self.finished_nodes = event.finished
         self.partial, self.lacks_copies = event.partial, event.lacks_copies
         if event.has_state:
             self.lineage_id = event.lineage_id
 
-    def finish(self, event: WorkerFinished) -> None:
+    def finish(self, event: m.WorkerFinished) -> None:
         self.finished, self.position, self.has_state = event.digest, event.position, True
         self.finished_because, self.lineage_id = event.reason, event.lineage_id
         self.at_head, self.finished_nodes = True, ()
 
-    def reported(self, event: WorkerReported) -> None:
+    def reported(self, event: m.WorkerReported) -> None:
         self.signature, self.can_source = event.signature, event.can_source
         self.entered, self.lineage_id = event.generation, event.lineage_id
         self.position, self.has_state = event.position, event.has_state
