@@ -11,23 +11,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastic_dp.data.block_source import BlockSource
-    from elastic_dp.data.datasets.micro_batch_stream import Evaluation, MicroBatchStream
-    from elastic_dp.data.datasets.opening import open_data, open_evaluation
-    from elastic_dp.data.discovery.index import read_index
-    from elastic_dp.data.discovery.index_difference import difference
-    from elastic_dp.data.discovery.shard_index import Index
-
-__all__ = [
-    "BlockSource",
-    "Evaluation",
-    "Index",
-    "MicroBatchStream",
-    "difference",
-    "open_data",
-    "open_evaluation",
-    "read_index",
-]
+    from elastic_dp.data.block_source import BlockSource as BlockSource
+    from elastic_dp.data.datasets.micro_batch_stream import Evaluation as Evaluation
+    from elastic_dp.data.datasets.micro_batch_stream import MicroBatchStream as MicroBatchStream
+    from elastic_dp.data.datasets.opening import open_data as open_data
+    from elastic_dp.data.datasets.opening import open_evaluation as open_evaluation
+    from elastic_dp.data.discovery.index import read_index as read_index
+    from elastic_dp.data.discovery.index_difference import difference as difference
+    from elastic_dp.data.discovery.shard_index import Index as Index
 
 
 _MODULES = {

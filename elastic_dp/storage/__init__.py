@@ -17,23 +17,14 @@
 - No option's value and no credential of a URL is in an error, a repr or a log line.
 """
 
-from fsspec.utils import glob_translate
+from fsspec.utils import glob_translate as glob_translate
 
-from elastic_dp.storage.backend import Entry, FolderListing
-from elastic_dp.storage.error_classes import ObjectMissing, ObjectRewritten
-from elastic_dp.storage.redact import redact
-from elastic_dp.storage.store import Store, StoreCounts
-from elastic_dp.urls import StorageURL, redact_url
-
-__all__ = [
-    "Entry",
-    "FolderListing",
-    "ObjectMissing",
-    "ObjectRewritten",
-    "StorageURL",
-    "Store",
-    "StoreCounts",
-    "glob_translate",
-    "redact",
-    "redact_url",
-]
+from elastic_dp.storage.backend import Entry as Entry
+from elastic_dp.storage.backend import FolderListing as FolderListing
+from elastic_dp.storage.error_classes import ObjectMissing as ObjectMissing
+from elastic_dp.storage.error_classes import ObjectRewritten as ObjectRewritten
+from elastic_dp.storage.redact import redact as redact
+from elastic_dp.storage.store import Store as Store
+from elastic_dp.storage.store import StoreCounts as StoreCounts
+from elastic_dp.urls import StorageURL as StorageURL
+from elastic_dp.urls import redact_url as redact_url
