@@ -37,7 +37,7 @@ row.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -171,16 +171,21 @@ class Order(BaseOrder):
 
     def locate_each(self, steps: range, virtual_worker: int) -> list[tuple[Ints, Ints]]:
         assert 0 <= virtual_worker < self.virtual_workers, "no such virtual worker"
-        found, step, b = list[tuple[Ints, Ints]](), steps.start, self.micro_batch_size
+        found, b = list[tuple[Ints, Ints]](), self.micro_batch_size
+        for epoch, count, index in self.by_epoch(steps, virtual_worker):
+            groups, rows = self.locate_in_share(epoch, virtual_worker, index)
+            found += [(groups[at : at + b], rows[at : at + b]) for at in range(0, count * b, b)]
+        return found
+
+    def by_epoch(self, steps: range, virtual_worker: int) -> Iterator[tuple[int, int, Ints]]:
+        """Yield (epoch, how many of the steps it has, their rows in the virtual worker's share)."""
+        step, b = steps.start, self.micro_batch_size
         while step < steps.stop:
             epoch, first = self.epoch_of(step), (step - 1) % self.steps_per_epoch
             count = min(steps.stop - step, self.steps_per_epoch - first)
             stop = min((first + count) * b, self.share(virtual_worker))
-            index = np.arange(min(first * b, stop), stop, dtype=np.int64)
-            groups, rows = self.locate_in_share(epoch, virtual_worker, index)
-            found += [(groups[at : at + b], rows[at : at + b]) for at in range(0, count * b, b)]
+            yield epoch, count, np.arange(min(first * b, stop), stop, dtype=np.int64)
             step += count
-        return found
 
     def locate_in_share(self, epoch: int, virtual_worker: int, index: Ints) -> tuple[Ints, Ints]:
         """Like `locate`, for rows of the virtual worker's share; `index` counts them from 0 in its

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from elastic_dp.errors import DataError
 from elastic_dp.sampling.epoch_order import EpochOrder, Ints
 from elastic_dp.sampling.keyed_permutation import derive, permute
-from elastic_dp.sampling.order import NOTHING, OPEN_BYTES, BaseOrder, Order, Shuffle
+from elastic_dp.sampling.order import NOTHING, BaseOrder, Order, Shuffle
 
 _DOCUMENTS = 7  # the purpose of a key; 1 to 6 are used by `Order` and `Mixture`
 _LINES_KEPT = 2
@@ -62,7 +62,6 @@ class PackedOrder(BaseOrder):
         virtual_workers: int,
         micro_batch_size: int,
         group_bytes: npt.ArrayLike | None = None,
-        open_bytes: int = OPEN_BYTES,
         seed: int = 0,
         shuffle: Shuffle = "rows",
         tail: Literal["drop", "short"] = "drop",
@@ -80,7 +79,6 @@ class PackedOrder(BaseOrder):
         self._rows = Order(
             group_rows=[rows],
             group_bytes=group_bytes,
-            open_bytes=open_bytes,
             virtual_workers=virtual_workers,
             micro_batch_size=micro_batch_size,
             seed=seed,
@@ -103,21 +101,14 @@ class PackedOrder(BaseOrder):
 
     def locate_each(self, steps: range, virtual_worker: int) -> list[Segments]:
         found: list[Segments] = []
-        b, per_epoch = self.micro_batch_size, self.steps_per_epoch
-        step = steps.start
-        while step < steps.stop:
-            epoch, first = divmod(step - 1, per_epoch)
-            count = min(steps.stop - step, per_epoch - first)
-            stop = min((first + count) * b, self._rows.share(virtual_worker))
-            index = np.arange(min(first * b, stop), stop, dtype=np.int64)
+        tokens = self.micro_batch_size * self.length
+        for epoch, count, index in self._rows.by_epoch(steps, virtual_worker):
             located = self._locate(epoch, virtual_worker, index)
-            tokens = b * self.length
             cuts = np.searchsorted(located.places, np.arange(count + 1) * tokens)
             for number in range(count):
                 part = slice(cuts[number], cuts[number + 1])
                 groups, starts, lengths, places = (of_all[part] for of_all in located)
                 found.append(Segments(groups, starts, lengths, places - number * tokens))
-            step += count
         return found
 
     def tokens_of(self, row_group: int) -> int:
