@@ -73,7 +73,8 @@ class Run:
         if not self._last:  # no controller was asked after the end
             folder, now = RunFolder(self._spec.name, self.url), time.time()
             self._last = folder.status(folder.report(now), now)
-            del self._last["report"]  # what only a folder says
+            for only_of_a_folder in ("report", "processes", "lost", "rollbacks"):
+                del self._last[only_of_a_folder]
         return dict(self._last)
 
     def scale(self, size: int | None = None, *, min_workers: int | None = None) -> None:
