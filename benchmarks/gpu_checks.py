@@ -42,7 +42,7 @@ from elastic_dp.coordinator.messages import DrainNoticed
 from elastic_dp.data import open_data
 from elastic_dp.device.accelerator import Accelerator, CudaAccelerator
 from elastic_dp.device.gpu import nccl_version
-from elastic_dp.distributed.abort_limit import ABORT_LIMIT_S
+from elastic_dp.distributed.device_connection import ABORT_LIMIT_S
 from elastic_dp.distributed.nccl_environment import set_nccl_environment
 from elastic_dp.run_record import RunOutcome
 from elastic_dp.testing.process_worker_group import ProcessRun

@@ -1,8 +1,11 @@
-"""Drops abandoned groups on threads of their own, since dropping one with a stuck operation blocks.
+"""Groups that were left, and the memory that they keep.
+
+An operation in flight keeps its buffers until all members that it waits for have dropped their
+group. Groups are dropped on threads of their own, since dropping one with a stuck operation blocks.
 
 Each rests first: Gloo's destructor takes about 4 ms for every peer and holds the GIL, which would
-add to the pause of the next generation. But what is in flight keeps its buffers until all members
-have dropped the group. So nothing rests where the buffers are large, or where memory is short.
+add to the pause of the next generation. Nothing rests where the buffers are large, or where memory
+is short: then they are used again, and a generation needs no more memory than the one before.
 """
 
 from __future__ import annotations
@@ -10,61 +13,70 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
+import torch
+
+from elastic_dp.device.faults import FaultKind, fault_of
+from elastic_dp.distributed.local_shards import local_of
+from elastic_dp.errors import ClusterError
 from elastic_dp.threads import background
 
 REST_S = 3.0  # from the end of a group until it is dropped
+LARGE_BYTES = 64 << 20  # of buffers: touching new memory takes longer than dropping a group
 _LOOK_AGAIN_S = 0.005
+_SOON_S = 2.0  # for groups that all members drop at once
+_LIMIT_S = 10.0  # where memory was refused
 
 # A backend, its operations in flight, which keep their buffers, and what else it needs.
 Abandoned = tuple[Any, Collection[Any], Any]
 
+_lock = threading.Lock()
+# Of the groups that are not gone yet: what ends its rest, and the thread that drops it. One thread
+# each: a group that is stuck for hours must not delay the next ones.
+_dropping: list[tuple[threading.Event, threading.Thread]] = []
+_one_has_gone = False  # since `drop_abandoned_groups` was called last
 
-class AbandonedGroups:
-    """Takes groups that nobody uses any more. Any thread may call it."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # Of the groups that are not gone yet: what ends its rest, and the thread that drops it. One
-        # thread each: a group that is stuck for hours must not delay the next ones.
-        self._dropping: list[tuple[threading.Event, threading.Thread]] = []
-        self._one_has_gone = False  # since `drop` was called last
+def abandon(handed: list[Abandoned]) -> None:
+    """Takes the one group out of this list, of which the caller keeps nothing else. Any thread may
+    call it."""
+    if handed[0][0] is None:
+        return
+    rested = threading.Event()
+    thread = background("drop-group", partial(_drop, handed, rested))
+    with _lock:
+        _forget_gone()
+        thread.start()
+        _dropping.append((rested, thread))
 
-    def add(self, handed: list[Abandoned]) -> None:
-        """Takes the one group out of this list, of which the caller keeps nothing else."""
-        if handed[0][0] is None:
-            return
-        rested = threading.Event()
-        thread = background("drop-group", partial(_drop, handed, rested))
-        with self._lock:
-            self._forget_gone()
-            thread.start()
-            self._dropping.append((rested, thread))
 
-    def drop(self, limit_s: float, waits: Callable[[], bool]) -> bool:
-        """Ends the rest of all, and waits until they are gone: as long as `waits` says so, which
-        may raise, and for `limit_s`. Returns whether one has gone, by now or since the last call.
-        """
-        with self._lock:
-            dropping = list(self._dropping)
-        for rested, _ in dropping:
-            rested.set()
-        until = time.monotonic() + limit_s
-        for _, thread in dropping:
-            while thread.is_alive() and time.monotonic() < until and waits():
-                thread.join(_LOOK_AGAIN_S)
-        with self._lock:
-            self._forget_gone()
-            told, self._one_has_gone = self._one_has_gone, False
-        return told
+def drop_abandoned_groups(limit_s: float, waits: Callable[[], bool] = lambda: True) -> bool:
+    """Ends the rest of all groups that this process has left, and waits until they are gone: as
+    long as `waits` says so, which may raise, and for `limit_s`. Returns whether one has gone, by
+    now or since the last call."""
+    global _one_has_gone
+    with _lock:
+        dropping = list(_dropping)
+    for rested, _ in dropping:
+        rested.set()
+    until = time.monotonic() + limit_s
+    for _, thread in dropping:
+        while thread.is_alive() and time.monotonic() < until and waits():
+            thread.join(_LOOK_AGAIN_S)
+    with _lock:
+        _forget_gone()
+        told, _one_has_gone = _one_has_gone, False
+    return told
 
-    def _forget_gone(self) -> None:
-        left = [one for one in self._dropping if one[1].is_alive()]
-        self._one_has_gone |= len(left) < len(self._dropping)
-        self._dropping = left
+
+def _forget_gone() -> None:
+    global _one_has_gone
+    left = [one for one in _dropping if one[1].is_alive()]
+    _one_has_gone |= len(left) < len(_dropping)
+    _dropping[:] = left
 
 
 def _drop(handed: list[Abandoned], rested: threading.Event) -> None:
@@ -73,3 +85,53 @@ def _drop(handed: list[Abandoned], rested: threading.Event) -> None:
     for operation in operations:
         with contextlib.suppress(RuntimeError):
             operation.work.wait()
+
+
+# ------------------------------------------------------------------- memory of the next generation
+
+
+def are_large(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether the buffers for the gradients of these parameters take much memory of the host."""
+    local = map(local_of, parameters)
+    return sum(p.nbytes for p in local if p.device.type == "cpu") >= LARGE_BYTES
+
+
+def allocate_buffers(
+    allocate: Callable[[], None], check: Callable[[], None], is_withheld: Callable[[], bool]
+) -> None:
+    """Calls `allocate`, and once more if memory was refused and an abandoned group has kept some.
+
+    Before, it waits a moment for memory that `is_withheld`. `check` is called in waits and may
+    raise. Raises ClusterError if the host's memory is too short even so.
+    """
+
+    def waits() -> bool:
+        check()
+        return True
+
+    if is_withheld():
+        drop_abandoned_groups(_SOON_S, lambda: waits() and is_withheld())
+    refused = _refused(allocate)
+    if refused is not None and drop_abandoned_groups(_LIMIT_S, waits):
+        refused = _refused(allocate)
+    if refused is None:
+        return
+    if fault_of(refused) is not None:
+        raise refused
+    raise ClusterError(
+        "a worker has no memory for the buffers in which gradients are exchanged "
+        f"({str(refused).splitlines()[0]}). Give each worker more memory, or let each hold less: "
+        'more workers with sharding="optimizer", or a smaller model'
+    ) from refused
+
+
+def _refused(allocate: Callable[[], None]) -> Exception | None:
+    """Returns the error if memory was refused, without what has been allocated before it."""
+    try:
+        allocate()
+    except (RuntimeError, MemoryError) as error:
+        host = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+        if not host and fault_of(error) is not FaultKind.OUT_OF_MEMORY:
+            raise
+        return error.with_traceback(None)  # whose frames keep memory
+    return None

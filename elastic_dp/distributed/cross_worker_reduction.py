@@ -4,7 +4,7 @@ sum.
 Part r of each subtree sum goes to rank r (all-to-all), which adds up the tree for its part and
 sends the finished part to all ranks (all-gather, into the buffer that the first all-to-all
 filled). Where members share nodes, sums within a node come first, in a round of their own
-(`reduction_rounds`); the all-gather is then a ring in the order of ranks, which crosses from node
+(`ReductionRound`); the all-gather is then a ring in the order of ranks, which crosses from node
 to node once. Two members with one subtree each exchange the whole bucket instead, since a sum of
 two has one order. Fast mode is one all-reduce per bucket.
 
@@ -30,8 +30,13 @@ import torch
 from elastic_dp.distributed.gradient_buckets import GradientBucket
 from elastic_dp.distributed.piece_routes import PieceRoute
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.reduction_rounds import reduction_rounds
-from elastic_dp.distributed.reduction_tree import Node, Share, add_up, cover_share
+from elastic_dp.distributed.reduction_tree import (
+    Node,
+    Share,
+    add_up,
+    cover_share,
+    reduction_rounds,
+)
 
 GATHERED_BYTES = 4 << 20  # of all ranks in one all-gather: Gloo receives it in memory of its own
 _PIECE_NUMEL = 1 << 18  # elements that are added and checked while they are in the cache

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import threading
 import time
@@ -25,7 +26,6 @@ import torch.distributed as dist
 
 from elastic_dp.device.accelerator import Accelerator, Communicator
 from elastic_dp.device.faults import FaultKind, fault_of
-from elastic_dp.distributed.abort_limit import abort_in_background
 from elastic_dp.errors import FormingFailed, GroupAborted
 from elastic_dp.threads import background
 
@@ -35,6 +35,11 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0  # before the next attempt; doubled
 _POLL_S = 0.02
 # A launch takes microseconds. One that finds no room on a device that spins ends by the abort only.
 _LAUNCH_LIMIT_S = 1.0
+# NCCL may block in an abort for as long as it likes. The limit leaves time for what the device was
+# given before, such as a long micro-batch: an abort frees memory, which CUDA may do only when all
+# kernels have ended.
+ABORT_LIMIT_S = 60.0
+_EXIT_CODE = 70  # of a process whose device has failed (EX_SOFTWARE)
 
 
 def load_kernels(accelerator: Accelerator) -> DeviceConnection:
@@ -203,3 +208,33 @@ def _abort_here(communicator: Communicator) -> None:
 
 def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0][:200]
+
+
+def abort_in_background(abort: Callable[[], None], limit_s: float | None = None) -> None:
+    """Runs `abort` of a communicator on a thread of its own, and returns at once.
+
+    The process ends if it takes longer than the limit: its device cannot be trusted any more.
+    """
+    limit_s = ABORT_LIMIT_S if limit_s is None else limit_s
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            abort()
+        except RuntimeError as error:  # of a device that has failed: its worker is about to end
+            print(f"aborting a communicator: {error}", file=sys.stderr, flush=True)
+        finally:
+            ended.set()
+
+    def watch() -> None:
+        if not ended.wait(limit_s):
+            end_process(f"aborting a communicator has taken more than {limit_s:g} s")
+
+    background("abort", run).start()
+    background("abort-limit", watch).start()
+
+
+def end_process(why: str) -> None:
+    """Ends this process, whose device cannot be used any more."""
+    print(f"{why}; this worker ends", file=sys.stderr, flush=True)
+    os._exit(_EXIT_CODE)

@@ -25,8 +25,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from elastic_dp.device.accelerator import Accelerator, Communicator, DeviceEvent
-from elastic_dp.distributed.abort_limit import ABORT_LIMIT_S, end_process
-from elastic_dp.distributed.device_connection import DeviceConnection, pause_before
+from elastic_dp.distributed.device_connection import (
+    ABORT_LIMIT_S,
+    DeviceConnection,
+    end_process,
+    pause_before,
+)
 from elastic_dp.errors import CollectiveFailed
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from elastic_dp.distributed.abandoned_groups import allocate_buffers, are_large
 from elastic_dp.distributed.cross_worker_reduction import (
     BucketReduction,
     GradientBufferPool,
@@ -40,7 +41,6 @@ from elastic_dp.distributed.gradient_norm import (
 )
 from elastic_dp.distributed.gradient_units import UnitLayout
 from elastic_dp.distributed.local_shards import is_sharded, sharded_like
-from elastic_dp.distributed.memory_shortage import allocate_buffers, are_large
 
 
 class GradientExchange:

@@ -1,6 +1,6 @@
 """Where the finished sums of a bucket go if only some members need each element of it.
 
-The members have finished one chunk each, one after another in the bucket (`reduction_rounds.py`).
+The members have finished one chunk each, one after another in the bucket (`reduction_rounds`).
 What a member needs arrives in the order of the bucket, so each of its pieces is in one run of
 memory, whichever chunks it lies in. Where sums are rounded in blocks (`gradient_rounding.py`),
 whole blocks travel.

@@ -24,22 +24,22 @@ import contextlib
 import hashlib
 import hmac
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from elastic_dp.device.accelerator import accelerator_of
-from elastic_dp.distributed.abandoned_groups import Abandoned, AbandonedGroups
+from elastic_dp.distributed import abandoned_groups
 from elastic_dp.distributed.device_connection import (
     CONNECTING_LIMIT_S,
     DeviceConnection,
     pause_before,
 )
-from elastic_dp.distributed.device_peer_watch import DevicePeerWatch
 from elastic_dp.distributed.device_transport import DeviceTransport
 from elastic_dp.distributed.link_times import Connections, connections
 from elastic_dp.distributed.rendezvous import GroupName, Rendezvous, RendezvousStore
@@ -54,9 +54,8 @@ _CONNECTING_LIMIT, _CONNECTING_LIMIT_OF_A_RANK = timedelta(seconds=5), timedelta
 # What is gathered at once, of all ranks: always, and where members share no link.
 _AT_ONCE_BYTES, _AT_ONCE_BYTES_ALONE = 64 << 10, 4 << 20
 _PROOF_BYTES = 32
+_WATCH_TAG, _FOR_EVER = 1, timedelta(days=3650)  # else Gloo takes the time that it had to form
 _LENGTH_BYTES, _FIRST_CAPACITY = 4, 512  # of a record that is gathered
-
-_abandoned_groups = AbandonedGroups()
 
 
 class Operation:
@@ -74,25 +73,6 @@ class Operation:
         address = memory.untyped_storage().data_ptr()
         buffers = (buffer.untyped_storage().data_ptr() for buffer in self.buffers)
         return address in buffers and not self.work.is_completed()
-
-
-class Transport(Protocol):
-    """Collectives for gradients, wherever they are."""
-
-    rank: int
-    world_size: int
-
-    def all_reduce(self, tensor: torch.Tensor) -> Any: ...
-    def all_to_all(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_sizes: Sequence[int],
-        input_sizes: Sequence[int],
-    ) -> Any: ...
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Any: ...
-    def wait(self, operation: Any) -> None: ...
-    def is_over(self, operation: Any) -> bool: ...
 
 
 class ProcessGroup:
@@ -115,8 +95,8 @@ class ProcessGroup:
         self.on_device = DeviceTransport(self, accelerator) if accelerator.asynchronous else None
 
     @property
-    def transport(self) -> Transport:
-        """Return the transport for gradients."""
+    def transport(self) -> ProcessGroup | DeviceTransport:
+        """What gradients travel by."""
         return self if self.on_device is None else self.on_device
 
     @property
@@ -199,12 +179,6 @@ class ProcessGroup:
             lambda: self._backend.alltoall_base(output, copies, [], [], c10d.AllToAllOptions()),
         )
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Operation:
-        options = c10d.BroadcastOptions()
-        options.rootRank = root
-        options.rootTensor = 0
-        return self._launch((tensor,), lambda: self._backend.broadcast([tensor], options))
-
     def wait(self, operation: Operation) -> None:
         """Waits until the operation is done. Raises GroupAborted or CollectiveFailed."""
         if not operation.work.is_completed():
@@ -269,16 +243,51 @@ class ProcessGroup:
         self.abort()
         if self._watch is not None:
             with contextlib.suppress(RuntimeError):  # the peer is gone
-                goodbye = Operation(())
-                kept_for_it, goodbye.work = self._watch.say_goodbye(self._backend)
-                goodbye.buffers = (kept_for_it,)
-                self._pending.add(goodbye)
+                self._pending.add(self._watch.say_goodbye(self._backend))
         kept = None if self.on_device is None else self.on_device.release()
-        handed: list[Abandoned] = [(self._backend, self.in_flight, (self._store, kept))]
+        handed: list[abandoned_groups.Abandoned] = [
+            (self._backend, self.in_flight, (self._store, kept))
+        ]
         # Whoever lets go of it last drops it, which may block. So nothing is kept here.
         self._backend, self._pending, self._store = None, set(), None
         del kept
-        _abandoned_groups.add(handed)
+        abandoned_groups.abandon(handed)
+
+
+class DevicePeerWatch:
+    """Notices at once that the process of another member has ended.
+
+    While the hosts poll their devices, Gloo has nothing to do, and a collective of the device only
+    waits for a peer that is gone. So each member keeps one receive from the next rank open, on a
+    thread that waits for it: Gloo ends it as soon as the connection is closed. A ring is enough:
+    one member notices, leaves, and the controller ends the generation for the others.
+    """
+
+    def __init__(self, backend: Any, rank: int, world_size: int) -> None:
+        """`backend`: Gloo's, among at least two members."""
+        self.lost: str | None = None  # why the next rank cannot be reached any more
+        self._before = (rank - 1) % world_size
+        received = torch.zeros(1, dtype=torch.uint8)
+        try:
+            work = backend.recv([received], (rank + 1) % world_size, _WATCH_TAG)
+        except RuntimeError as error:
+            self.lost = str(error).splitlines()[0]
+        else:
+            background("peer-watch", partial(self._watch, work, received)).start()
+
+    def _watch(self, work: Any, received: torch.Tensor) -> None:
+        """`received` is held, since Gloo writes to it."""
+        try:
+            work.wait(_FOR_EVER)
+        except RuntimeError as error:
+            self.lost = str(error).splitlines()[0]
+
+    def say_goodbye(self, backend: Any) -> Operation:
+        """Ends the receive at the other end, so that no thread keeps a group that is left."""
+        goodbye = torch.ones(1, dtype=torch.uint8)
+        operation = Operation((goodbye,))
+        operation.work = backend.send([goodbye], self._before, _WATCH_TAG)
+        return operation
 
 
 class RecordGather:
@@ -328,12 +337,6 @@ class RecordGather:
         self._bytes[:_LENGTH_BYTES] = len(self._payload).to_bytes(_LENGTH_BYTES, "little")
         self._bytes[_LENGTH_BYTES : _LENGTH_BYTES + len(fitting)] = fitting
         self._operation = self._group.all_gather(self._rows, self._row)
-
-
-def drop_abandoned_groups(limit_s: float, waits: Callable[[], bool] = lambda: True) -> bool:
-    """Waits until the groups that this process has left are gone, with the memory that they keep:
-    as long as `waits` says so, which may raise, and for `limit_s`. Returns whether one has gone."""
-    return _abandoned_groups.drop(limit_s, waits)
 
 
 # -------------------------------------------------------------------------------------------

@@ -17,12 +17,12 @@ import torch
 
 from elastic_dp.coordinator.messages import Membership, PrepareGroup, WorkerId
 from elastic_dp.device.accelerator import accelerator_of
+from elastic_dp.distributed.abandoned_groups import drop_abandoned_groups
 from elastic_dp.distributed.device_connection import load_kernels
 from elastic_dp.distributed.process_group import (
     GroupFormation,
     ProcessGroup,
     connect_devices,
-    drop_abandoned_groups,
 )
 from elastic_dp.distributed.rendezvous import GroupName, Rendezvous
 from elastic_dp.threads import background
