@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from elastic_dp.errors import ModelError, SpecError
-from elastic_dp.extensions.diloco.inner_rows import InnerMicroBatches, InnerRows
-from elastic_dp.extensions.diloco.inner_steps import InnerSteps
+from elastic_dp.extensions.diloco.inner_steps import InnerMicroBatches, InnerRows, InnerSteps
 from elastic_dp.sampling.step_schedule import StepSchedule
 from elastic_dp.train.step_builder import StepBuilder
 from elastic_dp.train.steps_arguments import (

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -26,15 +26,94 @@ from elastic_dp.device.global_generators import seed_everything
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.errors import GroupError
 from elastic_dp.extensions.diloco.inner_moments import InnerMoments
-from elastic_dp.extensions.diloco.inner_rows import InnerRows
 from elastic_dp.sampling.seeds import inner_seed
+from elastic_dp.sampling.step_schedule import StepSchedule
+from elastic_dp.train.step.batch_source import RowSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
 from elastic_dp.train.step.leaf_runner import Turn
 from elastic_dp.train.step.loss_result import mean, mean_metrics
-from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner
+from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner, not_finite_loss
 
 InnerOptimizerFn = Callable[[nn.Module, int], torch.optim.Optimizer]
 PseudoGradients = dict[torch.Tensor, torch.Tensor]  # by parameter
+
+
+class InnerRows:
+    """Implements `RowSource`: a virtual worker has the rows of all its inner steps.
+
+    The data set, `each`, is opened for H times as many virtual workers as the job has, if a step
+    has H inner steps: inner step h of virtual worker v has micro-batch v * H + h. So the order of
+    rows, the end of an epoch and reading ahead are those of any run, and where H changes with the
+    step, those of a batch that does.
+    """
+
+    def __init__(self, each: RowSource, inner_steps: StepSchedule) -> None:
+        self._each, self._inner_steps = each, inner_steps
+
+    def keys(self, step: int, virtual_worker: int) -> range:
+        """Returns the numbers of its micro-batches, in the order of its inner steps."""
+        count = self._inner_steps.at(step)
+        return range(virtual_worker * count, (virtual_worker + 1) * count)
+
+    def keys_with_rows(self, step: int, virtual_worker: int) -> list[int]:
+        """Returns those that are not empty, as some are in a short last step of an epoch."""
+        return [k for k in self.keys(step, virtual_worker) if self._each.rows(step, k)]
+
+    def virtual_worker(self, step: int, key: int) -> int:
+        return key // self._inner_steps.at(step)
+
+    def name(self, step: int, key: int) -> str:
+        """Returns a name for messages."""
+        v, number = divmod(key, self._inner_steps.at(step))
+        return f"virtual worker {v}, inner step {number + 1}"
+
+    def epoch_of(self, step: int) -> int:
+        return self._each.epoch_of(step)
+
+    def ends_epoch(self, step: int) -> bool:
+        return self._each.ends_epoch(step)
+
+    def rows(self, step: int, virtual_worker: int) -> int:
+        return sum(self._each.rows(step, key) for key in self.keys(step, virtual_worker))
+
+    def describe(self, step: int, virtual_worker: int) -> str:
+        first, *more = self.keys_with_rows(step, virtual_worker)
+        described = self._each.describe(step, first)
+        return f"{described}, and {len(more)} more micro-batches" if more else described
+
+    def read_ahead(self, step: int, virtual_workers: Sequence[int]) -> None:
+        self._each.read_ahead(step, [key for v in virtual_workers for key in self.keys(step, v)])
+
+    def bad_row_groups(self, step: int, virtual_worker: int) -> frozenset[int]:
+        each = (self._each.bad_row_groups(step, key) for key in self.keys(step, virtual_worker))
+        return frozenset[int]().union(*each)
+
+    def check_bad(self, row_groups: Iterable[int]) -> None:
+        self._each.check_bad(row_groups)
+
+    def mark_bad(self, row_groups: Iterable[int]) -> None:
+        self._each.mark_bad(row_groups)
+
+
+class InnerMicroBatches(MicroBatchRunner):
+    """Runs the micro-batches of inner steps, each with a number of its own, in the place of that of
+    the virtual worker."""
+
+    several = True
+
+    def __init__(self, rows: InnerRows, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self.rows = rows
+
+    def _virtual_worker(self, step: int, v: int) -> int:
+        return self.rows.virtual_worker(step, v)
+
+    def _name(self, step: int, v: int) -> str:
+        return self.rows.name(step, v)
+
+    def _without_gradient(self, step: int, v: int, result: MicroBatchResult) -> NoReturn:
+        where, described = self.rows.name(step, v), self._data.describe(step, v)
+        raise not_finite_loss(result.loss, step, where, described)
 
 
 @dataclass(slots=True)

@@ -1,9 +1,15 @@
-"""The mesh of the processes of one worker."""
+"""The mesh of the processes of one worker, and its kind: that of their machines, and on GPUs the
+order in which sums among them are added.
+
+NCCL adds along rings that it finds by the links between the GPUs of a node. Workers whose GPUs are
+linked in another way may round the mean of a gradient in another way, so they are of another kind.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import socket
 import struct
@@ -18,11 +24,12 @@ from elastic_dp.device.gpu import backends_of_mesh, is_gpu
 from elastic_dp.device.nccl_communicator import options_of_mesh
 from elastic_dp.distributed.process_group import OPERATION_TIMEOUT, prove
 from elastic_dp.errors import ClusterError
+from elastic_dp.train.gang import Gang
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-
-
 _SIOCGIFADDR = 0x8915
+# Elements that are added. By the size NCCL chooses how many rings share the work.
+_SIZES = (1 << 12, 1 << 18, 1 << 24)
 
 
 def open_mesh(
@@ -92,3 +99,34 @@ def _on_interface(name: str) -> Iterator[None]:
             del os.environ[_INTERFACE]
         else:
             os.environ[_INTERFACE] = before
+
+
+def kind_of_gang(gang: Gang, own: str, device: torch.device) -> str:
+    """Returns the kind of the worker. `own` is that of this process's machine. All processes call
+    it. Raises ClusterError if theirs differ."""
+    kinds = dict.fromkeys(told.decode() for told in gang.exchange(own.encode()))
+    if len(kinds) > 1:
+        raise ClusterError(
+            "the processes of a worker must have GPUs of one kind, and these differ: "
+            f"{' | '.join(kinds)}. Keep such nodes out with ScalingConfig.label_selector"
+        )
+    if not is_gpu(device):
+        return own
+    digest = hashlib.blake2b(b"".join(gang.exchange(_sums(gang, device))), digest_size=4)
+    return f"{own}; sums of {gang.size} processes {digest.hexdigest()}"
+
+
+@torch.no_grad()
+def _sums(gang: Gang, device: torch.device) -> bytes:
+    """Returns a digest of this process's parts of sums over all of them, as `fully_shard` adds
+    them."""
+    # The former name is deprecated from torch 2.13 on, which has the new one.
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    draws = torch.Generator().manual_seed(gang.number)
+    digest = hashlib.blake2b(digest_size=16)
+    for numel in _SIZES:
+        part = torch.empty(numel // gang.size, device=device)
+        given = torch.randn(len(part) * gang.size, generator=draws).to(device)
+        reduce_scatter(part, given, op=dist.ReduceOp.AVG, group=gang.mesh.get_group())
+        digest.update(part.cpu().numpy().tobytes())
+    return digest.digest()

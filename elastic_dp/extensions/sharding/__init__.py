@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from elastic_dp.extensions.sharding.piece_reduction import PieceReduction
+from elastic_dp.extensions.sharding.piece_reduction import GatheredNorm, PieceReduction
 from elastic_dp.extensions.sharding.shardable_optimizers import check_shardable
 from elastic_dp.extensions.sharding.sharded_optimizer import ShardedOptimizer
-from elastic_dp.extensions.sharding.sharded_update import ShardedUpdate
+from elastic_dp.train.state.train_state import TrainState
+from elastic_dp.train.step.participants import StepParticipant, Verdict, WeightComparison
 from elastic_dp.train.step_builder import StepBuilder
 
 
@@ -29,3 +31,61 @@ def extend(build: StepBuilder) -> None:
         )
 
     build.new_participants.append(update)
+
+
+class ShardedUpdate(StepParticipant):
+    """What a step does where each member has a part of the optimizer's state: before its commit it
+    updates copies of this member's parameters, and gathers those of all members. Comes after the
+    gradient: both exchange before the commit."""
+
+    name = "sharding"
+
+    def __init__(
+        self,
+        sharding: ShardedOptimizer,
+        exchange: PieceReduction,
+        state: TrainState,
+        weights: WeightComparison,
+        has_checkpoint: Callable[[int], bool],
+        pass_point: Callable[[str, int], None],
+    ) -> None:
+        """`has_checkpoint`: whether a step has one, as far as all members know."""
+        self._sharding, self._exchange, self._state = sharding, exchange, state
+        self._weights, self._has_checkpoint = weights, has_checkpoint
+        self._pass_point, self._step = pass_point, 0
+
+    def begin(self, step: int) -> None:
+        self._step = step
+        self._sharding.begin()
+
+    def send(self) -> None:
+        self._sharding.send_copies()
+
+    def agree(self, proposals: Sequence[bytes]) -> Verdict:
+        self._sharding.take_copies()
+        return None
+
+    def prepare(self) -> None:
+        norm, sharding, step = self._exchange.norm, self._sharding, self._step
+        if not isinstance(norm, GatheredNorm) or self._exchange.finite is False:
+            return
+        gradients, memory = self._exchange.gradients(), self._exchange.received_memory
+        sharding.prepare(step, gradients, self._exchange.used, memory)
+        self._pass_point("prepared", step)
+        keeps = self._has_checkpoint(step)
+        differing = sharding.gather(
+            norm, compares=self._weights.compares_updates(step, keeps=keeps)
+        )
+        self._exchange.agree_finite()
+        if self._exchange.finite:
+            self._weights.compare_updates(step, differing)
+            self._pass_point("gathered", step)
+
+    def update(self) -> None:
+        parameters = self._state.parameters.values()
+        self._sharding.step_ends([p.grad for p in parameters])
+        for p in parameters:  # the optimizer updates nothing; schedulers look for its step
+            p.grad = None
+
+    def stopped(self) -> None:
+        self._sharding.copy_rest()

@@ -14,51 +14,28 @@ them along the tree of `gradient_norm.py`: the norm has the bits of that of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from elastic_dp.distributed.cross_worker_reduction import BucketReduction, GradientBufferPool
 from elastic_dp.distributed.gradient_buckets import GradientBucket, GradientLayout
 from elastic_dp.distributed.gradient_exchange import GradientExchange
-from elastic_dp.distributed.gradient_norm import (
-    NO_CLIPPING,
-    GradientClipping,
-    GradientNorm,
-    fold_squares,
-    squares_of_units,
-)
+from elastic_dp.distributed.gradient_norm import GradientNorm, fold_squares, squares_of_units
 from elastic_dp.distributed.gradient_units import elements_per_unit
-from elastic_dp.distributed.piece_assignment import Holders
 from elastic_dp.distributed.piece_routes import HeldRanges, PieceRoute, piece_route
 from elastic_dp.distributed.process_group import Operation, ProcessGroup
-from elastic_dp.extensions.sharding.pieces import StatePiece
-
-
-class Holding(Protocol):
-    """Who holds which pieces in this generation; see `ShardedOptimizer`."""
-
-    pieces: list[StatePiece]
-    holders: list[Holders]
-
-    def needed(self) -> HeldRanges | None: ...
+from elastic_dp.extensions.sharding.sharded_optimizer import ShardedOptimizer
 
 
 class PieceReduction(GradientExchange):
     """`norm` is a `GatheredNorm` where this member has pieces only, and `finite` not known then,
     unless the gradient is clipped by it."""
 
-    def __init__(
-        self,
-        holding: Holding,
-        parameters: Iterable[torch.nn.Parameter],
-        *,
-        clipping: GradientClipping = NO_CLIPPING,
-        writes_to_gradients: Callable[[], bool] = lambda: False,
-    ) -> None:
-        super().__init__(parameters, clipping=clipping, writes_to_gradients=writes_to_gradients)
+    def __init__(self, holding: ShardedOptimizer, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
         self._holding, self._received_pool = holding, GradientBufferPool()
         # By bucket: memory for what is received first, the route, and memory for what this member
         # needs of the finished sum. Empty: all hold everything.

@@ -140,7 +140,7 @@ class FinishedNode:
 class FinishedWork:
     """The finished nodes of one step. No two of them overlap.
 
-    `inputs` is None for the last committed step; see delayed_gradient.py.
+    `inputs` is None for the last committed step; see extensions/delayed.
     """
 
     inputs: StepInputs | None = None
