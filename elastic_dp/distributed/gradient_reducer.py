@@ -99,6 +99,7 @@ class GradientReducer:
         self._last: Gradients | None = None
         # Whether a parameter has a gradient, and in the last subtree.
         self._used, self._in_last = bytearray(), bytearray()
+        # `sequential`: later attempts are, after a parameter fired twice in one backward.
         self.sequential = self.late = False
         # Hooks act only within a step's backward passes, and launch only in the last one.
         self._running = self._is_last = False
@@ -230,8 +231,7 @@ class GradientReducer:
         """Prepares for the forward pass of `leaf`."""
         assert self._plan is not None
         merges = leaf.merges if self._plan.exact else min(1, len(self._stack))
-        v = leaf.virtual_worker
-        self._node, self._merges, self._is_last, self._last = (v, v + 1), merges, is_last, None
+        self._begin((leaf.virtual_worker, leaf.virtual_worker + 1), merges, is_last)
 
     def add_finished(self, node: Node, gradients: Gradients, merges: int, is_last: bool) -> None:
         """Adds the sum of a finished node in place of its leaves. `gradients` are given up.
@@ -339,10 +339,6 @@ class GradientReducer:
         sums = {one.node: one.gradients for one in self._stack}
         self.drop()
         return sums
-
-    def add_sequentially(self) -> None:
-        """Makes later attempts sequential, after a parameter fired twice in one backward."""
-        self.sequential = True
 
     @property
     def parameters(self) -> tuple[int, ...]:

@@ -1,25 +1,18 @@
-"""What one process knows of the worker that it is a part of."""
+"""What one process knows of the worker that it is a part of, and its micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, cast
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from elastic_dp.train.generations.worker_control import WorkerControl
+from elastic_dp.train.step.batch_source import BatchSource
 
-class GangExchange(Protocol):
-    """What the processes of a worker tell each other."""
-
-    def exchange(self, payload: bytes) -> list[bytes]:
-        """Returns the payloads of all processes, in order. All of them call it."""
-        ...
-
-    def scatter(self, parts: Sequence[bytes]) -> bytes:
-        """The first process gives each of the others its part, in order. Returns the part of this
-        process. All of them call it."""
-        ...
+_BY_VIRTUAL_WORKER = ("rows", "masked", "batch", "bad_row_groups")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +23,7 @@ class Gang:
     number: int
     size: int
     mesh: DeviceMesh
-    control: GangExchange
+    control: WorkerControl
     helps_to_gather: bool = False  # the first process takes checkpoints
 
     def exchange(self, payload: bytes) -> list[bytes]:
@@ -41,3 +34,29 @@ class Gang:
         """Returns the number of this process's micro-batch of a virtual worker, among those of
         all."""
         return virtual_worker * self.size + self.number
+
+
+def process_batches(data: BatchSource, gang: Gang) -> BatchSource:
+    """Returns the micro-batches of one process.
+
+    `data` is opened for N times as many virtual workers as the job has, where a worker has N
+    processes: process i runs micro-batch v * N + i for virtual worker v.
+    """
+    return cast(BatchSource, _ProcessBatches(data, gang))
+
+
+class _ProcessBatches:
+    """`describe` takes the number of a micro-batch, the key of a result."""
+
+    def __init__(self, data: BatchSource, gang: Gang) -> None:
+        self._data, self._key = data, gang.micro_batch
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._data, name)
+        return partial(self._of_process, found) if name in _BY_VIRTUAL_WORKER else found
+
+    def _of_process(self, method: Any, step: int, virtual_worker: int) -> Any:
+        return method(step, self._key(virtual_worker))
+
+    def read_ahead(self, step: int, virtual_workers: Sequence[int]) -> None:
+        self._data.read_ahead(step, [self._key(v) for v in virtual_workers])

@@ -31,11 +31,10 @@ from elastic_dp.train.loop_guard.variables_guard import VariablesGuard
 from elastic_dp.train.master_weights import class_of
 from elastic_dp.train.phase_reporter import PhaseReporter
 from elastic_dp.train.state.module_buffers import ModuleBuffers
-from elastic_dp.train.state.optimizer_holders import OptimizerHolders
-from elastic_dp.train.state.train_state import TrainState
+from elastic_dp.train.state.train_state import OptimizerHolders, TrainState
 from elastic_dp.train.step.batch_source import BatchSource, RowSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
-from elastic_dp.train.step.leaf_runner import Leaf, LeafRunner, OnePass
+from elastic_dp.train.step.leaf_runner import Leaf, LeafRunner, OnePass, WorkShares
 from elastic_dp.train.step.micro_batch import LossFn, MicroBatchRunner
 from elastic_dp.train.step.participants import (
     BadRowGroups,
@@ -53,7 +52,6 @@ from elastic_dp.train.step.precision import new_loss_scale
 from elastic_dp.train.step.step_gradient import FiniteGradient, StepGradient
 from elastic_dp.train.step.transaction import Transaction
 from elastic_dp.train.step.trial_run import TrialRun
-from elastic_dp.train.step.work_shares import WorkShares
 from elastic_dp.train.steps_arguments import check_steps_arguments
 
 if TYPE_CHECKING:
@@ -112,21 +110,6 @@ class StepBuilder:
     write_speed: Callable[[float], None]
     planned_checkpoint: Callable[[int], bool] | None
     gang: Gang | None
-    # Set one after another.
-    state: TrainState = field(init=False)
-    speed: ComputeSpeed = field(init=False)
-    micro_batches: MicroBatchRunner = field(init=False)
-    exchange: GradientExchange = field(init=False)
-    gradients: GradientReducer = field(init=False)
-    leaves: LeafRunner = field(init=False)
-    results: Results = field(init=False)
-    checkpoint: CheckpointWish = field(init=False)
-    weights: WeightComparison = field(init=False)
-    gradient: StepGradient = field(init=False)
-    joining: GradualJoin = field(init=False)
-    transaction: Transaction = field(init=False)
-    trial: TrialRun = field(init=False)
-    variables_guard: VariablesGuard = field(init=False)
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
@@ -246,15 +229,7 @@ class StepBuilder:
         self.joining = GradualJoin(state, shares, allowed=self._joins_gradually)
         results = self.results = Results(self.micro_batches, self.rows, self.gang)
         self.checkpoint = CheckpointWish(control)
-        self.gradient = self.new_gradient(
-            self.leaves,
-            self.exchange,
-            results,
-            shares,
-            state,
-            exact=spec.exact,
-            seed=spec.data.seed,
-        )
+        self.gradient = self.new_gradient(self.leaves, results, seed=spec.data.seed)
         participants = Participants(
             results,
             StopWish(control),
@@ -274,14 +249,7 @@ class StepBuilder:
             self.gang,
         )
         self.transaction = Transaction(
-            state,
-            self.leaves,
-            self.gradient,
-            participants,
-            self.schedules,
-            control,
-            reporter,
-            spec.data.seed,
+            self.gradient, participants, self.schedules, reporter, spec.data.seed
         )
         self.trial = TrialRun(self.leaves, given.loss_fn, self.device, self.gang)
         self.variables_guard = VariablesGuard(state, buffers, given.loss_fn, given.inner_optimizer)

@@ -11,9 +11,12 @@ User code sees none of this: `next_step` returns each committed step once, in or
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NoReturn
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -67,7 +70,6 @@ from elastic_dp.train.step.transaction import Transaction
 from elastic_dp.train.step.trial_run import TrialRun
 from elastic_dp.train.step_builder import StepBuilder, StepsArguments
 from elastic_dp.train.steps_arguments import check_schedule_lasts, decay_by_epochs
-from elastic_dp.train.user_loop import UserLoop
 
 if TYPE_CHECKING:
     from elastic_dp.train.checkpointing.worker_checkpointer import (
@@ -76,6 +78,24 @@ if TYPE_CHECKING:
     )
 
 _LOOK_AGAIN_S = 0.02
+
+
+@dataclass
+class UserLoop:
+    """What the train function has done so far with its `TrainContext`."""
+
+    opened: bool = False  # ctx.steps was called with valid arguments
+    in_body: bool = False  # between two steps
+    exhausted: bool = False  # the loop received the end of the steps
+    failure: Exception | None = None  # the first error of ctx.steps; user code may swallow it
+    read_is_source: bool = False  # the code may depend on whether its weights count
+    read_total_steps: bool = False  # the code may depend on the length of the run
+    handlers: Mapping[Any, Any] = field(default_factory=dict)  # of signals, when it was called
+
+    def failed(self, error: Exception) -> Exception:
+        """Records an error. Returns the first one."""
+        self.failure = self.failure or error
+        return self.failure
 
 
 @dataclass
@@ -259,7 +279,8 @@ class WorkerSession:
         can_source = self._can_source  # as of now: the probe may take long
         self._try_out(build.trial)
         build.variables_guard.loss_tried()
-        self.inexact_because[:] = self.control.ready(self.inexact_because)
+        told = self.control.exchange(json.dumps(self.inexact_because).encode())
+        self.inexact_because[:] = dict.fromkeys(chain(*map(json.loads, told)))
         self.link.post(WorkerReady(self.worker, self._signature, can_source))
 
     def _try_out(self, trial: TrialRun) -> None:

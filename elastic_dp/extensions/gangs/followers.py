@@ -49,8 +49,7 @@ from elastic_dp.torch_settings import apply_torch_settings
 from elastic_dp.train.controller_link import ControllerLink, HeartbeatStatus
 from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
 from elastic_dp.train.fault_injection import FaultInjector, WorkerFault
-from elastic_dp.train.gang import Gang
-from elastic_dp.train.step.process_batches import process_batches
+from elastic_dp.train.gang import Gang, process_batches
 from elastic_dp.train.train_function import fail_worker, train_until_released
 from elastic_dp.train.worker_session import WorkerSession
 

@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from enum import Enum, auto
 from functools import partial
-from itertools import chain
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
 
@@ -154,13 +153,6 @@ class GangControl(WorkerControl):
         """The reason on which all processes agreed before the step."""
         return self._agreed_stop
 
-    def ready(self, inexact_because: Sequence[str]) -> list[str]:
-        def all_reasons(told: list[Sequence[str]]) -> list[str]:
-            return list(dict.fromkeys(chain(*told)))
-
-        reasons: list[str] = self._decide("ready", list(inexact_because), all_reasons)
-        return reasons
-
     def agreed(self, value: bool) -> bool:
         return bool(self._decide("agreed", value, lambda told: told[0]))
 
@@ -260,7 +252,6 @@ class LeaderControl(GangControl):
         return call
 
     def scatter(self, parts: Sequence[bytes]) -> bytes:
-        """Gives each follower its part, in order."""
         self._gather("scatter")
         for number, part in enumerate(parts):
             self._answer(Decided(part), {number})
@@ -430,7 +421,6 @@ class FollowerControl(GangControl):
         return call
 
     def scatter(self, parts: Sequence[bytes]) -> bytes:
-        """Returns the part that the first process gives this one."""
         part: bytes = self._decide("scatter", None, lambda _: None)
         return part
 

@@ -61,9 +61,9 @@ from elastic_dp.extensions.sharding.pieces import StatePiece, part_of, pieces_of
 from elastic_dp.train.checkpointing.collective_read import Ranges, ReadCheckpoint
 from elastic_dp.train.exactness.elementwise_updates import parameters_to_keep_whole
 from elastic_dp.train.master_weights import state_kind
-from elastic_dp.train.state.optimizer_holders import OptimizerHolders
 from elastic_dp.train.state.state_moves import Move, StateUnit, move, ranks_with
 from elastic_dp.train.state.state_payload import from_vector, tensor_slot, to_vectors
+from elastic_dp.train.state.train_state import OptimizerHolders
 
 ALL_HOLD = 2  # up to so many members, each holds everything
 COPIED_BYTES = 1 << 20  # of parameters of which there are copies at a time, or one piece

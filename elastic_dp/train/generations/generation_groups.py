@@ -102,14 +102,9 @@ class GenerationGroups:
             newest = (before.command.generation, before.command.number) if before else (0, 0)
             if (command.generation, command.number) <= max(newest, (self.generation, 1 << 62)):
                 return
-            formation = GroupFormation(
-                self._rendezvous,
-                GroupName.main(command.generation, command.number, self._process),
-                rank=command.workers.index(self._worker),
-                world_size=len(command.workers),
-                device=self._device,
-                timeout_s=command.forming_timeout_s,
-            )
+            name = GroupName.main(command.generation, command.number, self._process)
+            place = command.workers.index(self._worker), len(command.workers)
+            formation = self._formation(name, *place, command.forming_timeout_s)
             self._prepared = _Prepared(command, formation.start())
         if before is not None:
             before.formation.abandon()
@@ -150,7 +145,7 @@ class GenerationGroups:
         if self._side is None:
             name = GroupName(self.generation, f"side-{len(self._joining)}", self._process)
             size = self.world_size_that_trains
-            self._side = self._formation(name, self.rank_that_trains, size).wait()
+            self._side = self._started(name, self.rank_that_trains, size).wait()
         return self._side
 
     def join_gradually(self, ranks: frozenset[int]) -> None:
@@ -182,20 +177,25 @@ class GenerationGroups:
                 return prepared.formation
             prepared.formation.abandon()
         name = GroupName.main(membership.generation, membership.prepared, self._process)
-        return self._formation(name, self.rank, self.world_size)
+        return self._started(name, self.rank, self.world_size)
 
-    def _formation(self, name: GroupName, rank: int, world_size: int) -> GroupFormation:
+    def _started(self, name: GroupName, rank: int, world_size: int) -> GroupFormation:
         assert self.membership is not None
-        formation = GroupFormation(
+        formation = self._formation(name, rank, world_size, self.membership.forming_timeout_s)
+        self._control.abort_at_end(formation)
+        return formation.start()
+
+    def _formation(
+        self, name: GroupName, rank: int, world_size: int, timeout_s: float
+    ) -> GroupFormation:
+        return GroupFormation(
             self._rendezvous,
             name,
             rank=rank,
             world_size=world_size,
             device=self._device,
-            timeout_s=self.membership.forming_timeout_s,
+            timeout_s=timeout_s,
         )
-        self._control.abort_at_end(formation)
-        return formation.start()
 
     @property
     def _process(self) -> int:

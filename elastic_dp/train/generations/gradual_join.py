@@ -39,7 +39,7 @@ from elastic_dp.train.step.participants import StepParticipant, Verdict
 if TYPE_CHECKING:
     from elastic_dp.train.generations.state_transfer import TransferPlan
     from elastic_dp.train.state.train_state import TrainState
-    from elastic_dp.train.step.work_shares import WorkShares
+    from elastic_dp.train.step.leaf_runner import WorkShares
 
 LARGE_BYTES = 16 << 20  # of parameters. Of fewer, a copy takes no time that is worth a question.
 OF_A_STEP = 8  # a step moves this part of the bytes of the parameters

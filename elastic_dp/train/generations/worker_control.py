@@ -160,14 +160,14 @@ class WorkerControl:
     def release_reason(self) -> str | None:
         return self._release
 
-    def ready(self, inexact_because: Sequence[str]) -> list[str]:
-        """Says that this process has built and tried what the loop needs. Returns why the run is
-        not exact, as all processes of this worker have found."""
-        return list(inexact_because)
-
     def exchange(self, payload: bytes) -> list[bytes]:
         """Returns the payloads of all processes of this worker, in order. All of them call it."""
         return [payload]
+
+    def scatter(self, parts: Sequence[bytes]) -> bytes:
+        """The first process of this worker gives each of the others its part, in order. Returns the
+        part of this process. All of them call it."""
+        return b""
 
     def confirm_processes(self) -> None:
         """Returns if all processes of this worker live. If not, it ends."""

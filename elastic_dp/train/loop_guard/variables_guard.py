@@ -6,7 +6,7 @@ train function that exist when the first body begins or that a body may read bef
 those that the loss function refers to, globals that either code names, the attributes of users' own
 objects, and plain attributes and hooks of the model's modules. What lies deeper (objects in
 objects, what functions keep, the environment) is not. If it sets the rate of a parameter group, the
-members find that out before the next step; see parameter_groups.py. A change is one warning per
+members find that out before the next step; see `ParameterGroups`. A change is one warning per
 run, by the names of the variables. A body that uses a scheduler of the run's optimizers, or one of
 torch's averaged models, without passing it to `ctx.steps` raises LoopError.
 

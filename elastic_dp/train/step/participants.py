@@ -18,26 +18,27 @@ an entry of its own in the step's header, which every member sends to all others
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from numbers import Real
+from typing import Any, NoReturn
 
 import msgpack
 import torch
+import xxhash
 
 from elastic_dp.coordinator.messages import ReplicaMismatch, WorkerId
 from elastic_dp.distributed.process_group import ProcessGroup, RecordGather
-from elastic_dp.errors import GroupError, ModelError, SpecError
+from elastic_dp.errors import GroupError, LoopError, ModelError, SpecError
 from elastic_dp.train.gang import Gang
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.tensor_digests import digest_of
 from elastic_dp.train.state.train_state import TrainState
-from elastic_dp.train.step import parameter_groups
 from elastic_dp.train.step.batch_source import RowSource
 from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner, take_read
-from elastic_dp.train.step.parameter_groups import fields_of, groups_differ, record_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,30 +163,21 @@ class Results(StepParticipant):
     ) -> None:
         self._micro_batches, self._data, self._gang = micro_batches, data, gang
         self._step = 0
-        self._own: Mapping[int, MicroBatchResult] = {}
+        self.own: Mapping[int, MicroBatchResult] = {}  # of this member's virtual workers
         self.of_all: dict[int, MicroBatchResult] = {}  # from `prepare` on, those that count
 
     def begin(self, step: int) -> None:
-        self._step, self._own, self.of_all = step, {}, {}
-
-    @property
-    def own(self) -> Mapping[int, MicroBatchResult]:
-        """The results of this member's virtual workers."""
-        return self._own
-
-    def ran(self, results: Mapping[int, MicroBatchResult]) -> None:
-        """Takes the results of this member's virtual workers."""
-        self._own = results
+        self._step, self.own, self.of_all = step, {}, {}
 
     def unread(self) -> list[torch.Tensor]:
-        return [value for result in self._own.values() for value in result.unread.values()]
+        return [value for result in self.own.values() for value in result.unread.values()]
 
     def take(self, read: Sequence[torch.Tensor]) -> None:
-        take_read(self._own, read)
+        take_read(self.own, read)
 
     def propose(self) -> bytes:
         number = self._gang.micro_batch if self._gang is not None else int
-        rows = [(number(v), x.loss, x.weight, x.metrics) for v, x in self._own.items()]
+        rows = [(number(v), x.loss, x.weight, x.metrics) for v, x in self.own.items()]
         return msgpack.packb(rows, unicode_errors="surrogatepass")
 
     def agree(self, proposals: Sequence[bytes]) -> Verdict:
@@ -202,7 +194,7 @@ class Results(StepParticipant):
         self.of_all = self._micro_batches.counting(self._step, self.of_all, self._data.describe)
 
     def undo(self) -> None:
-        self._own, self.of_all = {}, {}
+        self.own, self.of_all = {}, {}
 
 
 class StopWish(StepParticipant):
@@ -390,7 +382,9 @@ class DeviceConnections(StepParticipant):
 
 
 class ParameterGroups(StepParticipant):
-    """The fields of the optimizer's parameter groups, which the loop's body may have set."""
+    """The fields of the optimizer's parameter groups, which the loop's body may set
+    (`group["lr"] *= 0.1`). If it decides so by something that a worker that joined lacks, the next
+    step would give the members different weights."""
 
     name = "parameter_groups"
 
@@ -412,7 +406,7 @@ class ParameterGroups(StepParticipant):
         self._step, self._differ = step, False
 
     def propose(self) -> bytes:
-        return parameter_groups.digest_of(fields_of(self._optimizers)).encode()
+        return xxhash.xxh3_64_digest(repr(fields_of(self._optimizers)).encode())
 
     def agree(self, proposals: Sequence[bytes]) -> Verdict:
         self._differ = len(set(proposals)) > 1
@@ -426,6 +420,71 @@ class ParameterGroups(StepParticipant):
 
     def undo(self) -> None:
         self._differ = False
+
+
+Fields = list[list[list[Any]]]  # by group: name and value of each field
+
+
+def fields_of(optimizers: Iterable[torch.optim.Optimizer]) -> Fields:
+    """Returns the fields that are numbers, strings, None, or lists and tuples of them."""
+    return [
+        [
+            [key, plain]
+            for key, value in group.items()
+            if key != "params" and (plain := _plain(value)) is not ...
+        ]
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]
+
+
+def record_of(fields: Fields, joined_after: int) -> bytes:
+    """Returns what a member sends where digests differ. `joined_after`: the step with whose state
+    it began."""
+    return json.dumps({"joined": joined_after, "fields": fields}).encode()
+
+
+def groups_differ(step: int, records: Sequence[bytes], workers: Sequence[str]) -> LoopError:
+    """Returns the error for members whose records differ."""
+    told = [json.loads(record) for record in records]
+    other, number, key = next(
+        (rank, number, key)
+        for rank, one in enumerate(told)
+        for number, pair in enumerate(zip(told[0]["fields"], one["fields"], strict=True))
+        for key in _differing(*pair)
+    )
+    values = [dict(told[rank]["fields"][number]).get(key) for rank in (0, other)]
+    since = [_since(told[rank]["joined"]) for rank in (0, other)]
+    return LoopError(
+        f"before step {step} optimizer.param_groups[{number}][{key!r}] is {values[0]!r} on worker "
+        f"{workers[0]}, {since[0]}, and {values[1]!r} on worker {workers[other]}, {since[1]}. The "
+        "body of the loop over ctx.steps sets it by something that a worker that joins begins "
+        "anew, such as a counter: keep that in c = ctx.carry(count=0) before the loop, and pass "
+        "objects, such as a scheduler, as state="
+    )
+
+
+def _differing(one: list[list[Any]], other: list[list[Any]]) -> list[str]:
+    first, second = dict(one), dict(other)
+    return [key for key in first | second if repr(first.get(key)) != repr(second.get(key))]
+
+
+def _since(joined_after: int) -> str:
+    return f"which joined after step {joined_after}" if joined_after else "here from the start"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        on_host = value.device.type == "cpu" and value.numel() == 1
+        return value.item() if on_host else ...
+    if isinstance(value, str | bool | None):
+        return value
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, list | tuple):
+        plain = [_plain(item) for item in value]
+        return ... if ... in plain else plain
+    return ...
 
 
 class Buffers(StepParticipant):

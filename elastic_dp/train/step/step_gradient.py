@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_tree import Node
@@ -21,7 +20,6 @@ from elastic_dp.train.step.participants import (
     Verdict,
     either_of,
 )
-from elastic_dp.train.step.work_shares import WorkShares
 
 
 class StepGradient(StepParticipant):
@@ -30,19 +28,9 @@ class StepGradient(StepParticipant):
 
     name = "gradients"
 
-    def __init__(
-        self,
-        leaves: LeafRunner,
-        exchange: GradientExchange,
-        results: Results,
-        shares: WorkShares,
-        state: TrainState,
-        *,
-        exact: bool,
-        seed: int,
-    ) -> None:
-        self.leaves, self.exchange, self.shares = leaves, exchange, shares
-        self._results, self._state, self._exact, self._seed = results, state, exact, seed
+    def __init__(self, leaves: LeafRunner, results: Results, *, seed: int) -> None:
+        self.leaves, self.exchange, self.shares = leaves, leaves.gradients.exchange, leaves.shares
+        self._results, self._state, self._seed = results, leaves.state, seed
         self.sums = leaves.gradients  # what sends the gradient that is applied
         self.used = b""  # by parameter of the layout, whether any virtual worker gave it a gradient
         self._step = 0
@@ -65,7 +53,7 @@ class StepGradient(StepParticipant):
         assert self._group is not None and membership is not None
         virtual_workers = self.shares.virtual_workers(step)
         reducer.close()
-        given = self._group, shares, virtual_workers, self._exact, membership.topology
+        given = self._group, shares, virtual_workers, self.leaves.exact, membership.topology
         reducer.open(*given, sends=sends)
 
     def close(self) -> None:
@@ -120,7 +108,7 @@ class StepGradient(StepParticipant):
     def retry(self) -> None:
         """The members do the step again in the same generation. Raises GroupError."""
         self.exchange.settle()
-        self.leaves.gradients.add_sequentially()
+        self.leaves.gradients.sequential = True
 
     def prepare(self) -> None:
         weight = self.weight = total_weight(self._step, self._results.of_all.values())

@@ -29,10 +29,8 @@ from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import GroupError
 from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.sampling.step_schedule import StepSchedule
-from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.phase_reporter import PhaseReporter
-from elastic_dp.train.state.train_state import StepRecord, TrainState
-from elastic_dp.train.step.leaf_runner import LeafRunner
+from elastic_dp.train.state.train_state import StepRecord
 from elastic_dp.train.step.loss_result import mean, mean_metrics
 from elastic_dp.train.step.participants import Participants, RetryStep, StopAgreed
 from elastic_dp.train.step.step_gradient import StepGradient
@@ -43,16 +41,17 @@ class Transaction:
     """Runs steps for one session. `schedules`: what changes with the step in how a job is
     distributed."""
 
-    state: TrainState
-    leaves: LeafRunner
     gradient: StepGradient
     participants: Participants
     schedules: Sequence[StepSchedule]
-    control: WorkerControl
     reporter: PhaseReporter
     seed: int
     _group: ProcessGroup | None = None
     _distributed: tuple[int, ...] = ()  # the values of the schedules, as work is distributed now
+
+    def __post_init__(self) -> None:
+        self.leaves = self.gradient.leaves
+        self.state, self.control = self.leaves.state, self.leaves.control
 
     # ----------------------------------------------------------------------- generation
 
@@ -105,9 +104,8 @@ class Transaction:
         assert group is not None
         self._begin(step)
         stop = self.participants.stop.reason is not None
-        self.participants.results.ran(
-            self.leaves.run_step(step, sends=not self.gradient.late_sums, idle=stop)
-        )
+        sends = not self.gradient.late_sums
+        self.participants.results.own = self.leaves.run_step(step, sends=sends, idle=stop)
         self.reporter.report("collective")
         self.gradient.sent()
         self._passes("sent", step)
