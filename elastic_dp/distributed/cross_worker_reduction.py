@@ -241,7 +241,7 @@ class BucketReduction:
         """Starts a new step."""
         self._launched: list[list[Any]] = []  # operations of the transport, by round
         self._gathering: list[Any] = []
-        self._overwritten = False  # whether this worker's last sum is no longer in its buffer
+        self.overwritten = False  # whether this worker's last sum is no longer in its buffer
         # Of the finished sum, piece by piece, once it is known: one number for all elements.
         self._element_totals: list[torch.Tensor] = []
 
@@ -373,7 +373,7 @@ class BucketReduction:
 
     def overwrite(self) -> None:
         """The finished sum is about to be changed in place."""
-        self._overwritten |= any(self._result is flat for flat in self._flats[:1])
+        self.overwritten |= any(self._result is flat for flat in self._flats[:1])
 
     def held(self) -> dict[int, torch.Tensor]:
         """Returns the sums of the pieces that this rank needs, each of shape (numel,)."""
@@ -385,23 +385,12 @@ class BucketReduction:
         flat = self._result
         return torch.stack(torch.aminmax(flat)) if flat.numel() else flat.new_zeros(2)
 
-    def totals_are_finite(self) -> bool:
-        """Returns whether the totals of all elements are finite.
-
-        It is False, too, if the total of finite elements overflows: then check each element.
-        """
-        return all(math.isfinite(x.item()) for x in self._element_totals)
-
     def is_finite(self) -> bool:
-        return bool(torch.isfinite(self._result).all())
+        """Returns whether all elements are finite. Their total may overflow although they are."""
+        totals = all(math.isfinite(x.item()) for x in self._element_totals)
+        return totals or bool(torch.isfinite(self._result).all())
 
     # ----------------------------------------------------------------------------- end
-
-    @property
-    def holds_last_subtree(self) -> bool:
-        """In exact mode: whether the sum of this worker's last subtree is still there as it was
-        sent."""
-        return not self._overwritten
 
     def keep_last_subtree(self) -> list[torch.Tensor]:
         """Returns the views of that sum, whose memory is the caller's from now on."""

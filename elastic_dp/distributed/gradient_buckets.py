@@ -102,41 +102,45 @@ class SumsOfOneKind(NamedTuple):
     last: int
     first_blocks: list[int]
 
-    def rounded(self, gradients: Gradients, node: Node, is_complete: bool) -> Gradients:
-        """Returns a list in which the gradients of these parameters are rounded. `is_complete`:
-        none is absent."""
-        if is_complete and self.last - self.first == len(gradients):
-            return [*self.rounding.round(gradients, node, self.first_blocks)]  # type: ignore[arg-type]
-        there = self._present(gradients)
-        rounded = [*gradients]
+    def rounded(self, gradients: Gradients, node: Node) -> Gradients:
+        """Returns a list in which the gradients of these parameters are rounded."""
+        given = gradients[self.first : self.last]
+        if all_present(given):
+            found = self.rounding.round(given, node, self.first_blocks)  # type: ignore[arg-type]
+            return [*gradients[: self.first], *found, *gradients[self.last :]]
+        there = [i for i in range(self.first, self.last) if gradients[i] is not None]
         found = self.rounding.round(
             [gradient for i in there if (gradient := gradients[i]) is not None],
             node,
             [self.first_blocks[i - self.first] for i in there],
         )
+        rounded = [*gradients]
         for i, one in zip(there, found, strict=True):
             rounded[i] = one
         return rounded
 
-    def accumulate(
-        self, sums: Gradients, gradients: Gradients, node: Node, is_complete: bool
-    ) -> None:
-        """Adds gradients of these parameters to their sums, where both are there. `is_complete`:
-        none is absent."""
-        if is_complete and self.last - self.first == len(gradients):
-            self.rounding.accumulate(sums, gradients, node, self.first_blocks)  # type: ignore[arg-type]
-            return
-        both = [i for i in self._present(gradients) if sums[i] is not None]
-        if both:
-            self.rounding.accumulate(
-                [one for i in both if (one := sums[i]) is not None],
-                [one for i in both if (one := gradients[i]) is not None],
-                node,
-                [self.first_blocks[i - self.first] for i in both],
-            )
+    def accumulate(self, sums: Gradients, gradients: Gradients, node: Node) -> None:
+        """Adds gradients of these parameters to their sums, where both are there."""
+        here = slice(self.first, self.last)
+        add_present(self.rounding, sums[here], gradients[here], node, self.first_blocks)
 
-    def _present(self, gradients: Gradients) -> list[int]:
-        return [i for i in range(self.first, self.last) if gradients[i] is not None]
+
+def add_present(
+    rounding: GradientRounding,
+    sums: Gradients,
+    gradients: Gradients,
+    node: Node,
+    blocks: Sequence[int],
+) -> None:
+    """Adds gradients to sums, where both are there."""
+    if all_present(sums) and all_present(gradients):
+        rounding.accumulate(sums, gradients, node, blocks)  # type: ignore[arg-type]
+        return
+    pairs = zip(sums, gradients, blocks, strict=True)
+    both = [(a, b, block) for a, b, block in pairs if a is not None and b is not None]
+    if both:
+        some, others, firsts = zip(*both, strict=True)
+        rounding.accumulate(some, others, node, firsts)
 
 
 class GradientLayout:

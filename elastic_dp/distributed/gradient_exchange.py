@@ -206,8 +206,6 @@ class GradientExchange:
         for one in self._buckets:
             one.arrive()
             one.scale(factor)
-        if all(one.totals_are_finite() for one in self._buckets):
-            return True
         return all(one.is_finite() for one in self._buckets)
 
     def _square(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -245,6 +243,6 @@ class GradientExchange:
     def last_subtree(self) -> list[torch.Tensor] | None:
         """After an abort: returns the sum of this member's last subtree, a tensor for each
         parameter of the layout, which is the caller's from now on. None: it is overwritten."""
-        if not all(one.holds_last_subtree for one in self._buckets):
+        if any(one.overwritten for one in self._buckets):
             return None
         return [view for one in self._buckets for view in one.keep_last_subtree()]

@@ -37,11 +37,12 @@ from elastic_dp.distributed.gradient_buckets import (
     GradientBucket,
     GradientLayout,
     Gradients,
+    add_present,
     all_present,
     is_given,
 )
 from elastic_dp.distributed.gradient_exchange import GradientExchange
-from elastic_dp.distributed.gradient_rounding import GradientRounding, Wire
+from elastic_dp.distributed.gradient_rounding import Wire
 from elastic_dp.distributed.local_shards import is_sharded, local_of, placed_like
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_tree import Node, Share, TreeLeaf
@@ -406,11 +407,11 @@ class GradientReducer:
         node, completed = self._node, self._stack[len(self._stack) - self._merges :]
         gradients = own
         for kind in self._layout.kinds:
-            gradients = kind.rounded(gradients, node, is_complete)
+            gradients = kind.rounded(gradients, node)
         for below in reversed(completed):
             node = (below.node[0], node[1])
             for kind in self._layout.kinds:
-                kind.accumulate(below.gradients, gradients, node, is_complete and below.is_complete)
+                kind.accumulate(below.gradients, gradients, node)
             if below.is_complete:
                 gradients = below.gradients
             else:
@@ -502,46 +503,26 @@ class GradientReducer:
     ) -> bytes:
         """Writes gradients of a bucket to `views`, added to the sums of `below`, which stay as they
         are. Returns a byte per parameter: whether any of them is there."""
-        rounding, blocks = bucket.rounding, bucket.first_blocks
-        there = [gradient is not None for gradient in gradients]
-        _write(rounding, gradients, node, blocks, views, there)
+        current: Gradients = [None] * len(views)  # the views that are written
+
+        def write(given: Gradients) -> None:
+            """Those of which nothing is written yet."""
+            new = [i for i, one in enumerate(given) if one is not None and current[i] is None]
+            if new:
+                values, outs = [given[i] for i in new], [views[i] for i in new]
+                blocks = [bucket.first_blocks[i] for i in new]
+                bucket.rounding.write(values, node, blocks, outs)  # type: ignore[arg-type]
+                for i in new:
+                    current[i] = views[i]
+
+        write(gradients)
         for one in reversed(below):
             node = (one.node[0], node[1])
             sums = one.gradients[bucket.first : bucket.last]
-            if one.is_complete and False not in there:
-                rounding.accumulate(views, sums, node, blocks)  # type: ignore[arg-type]
-                continue
-            present = [value is not None for value in sums]
-            both = [a and b for a, b in zip(there, present, strict=True)]
-            if True in both:
-                rounding.accumulate(
-                    _chosen(views, both), _chosen(sums, both), node, _chosen(blocks, both)
-                )
-            if both != present:
-                new = [a and not b for a, b in zip(present, there, strict=True)]
-                _write(rounding, sums, node, blocks, views, new)
-                there = [a or b for a, b in zip(there, present, strict=True)]
-        if False in there:
-            for view in _chosen(views, [not here for here in there]):
+            add_present(bucket.rounding, current, sums, node, bucket.first_blocks)
+            if not all_present(current):
+                write(sums)
+        for view, there in zip(views, current, strict=True):
+            if there is None:
                 view.fill_(-0.0)
-        return bytes(there)
-
-
-def _write(
-    rounding: GradientRounding,
-    gradients: Gradients,
-    node: Node,
-    blocks: Sequence[int],
-    views: Sequence[torch.Tensor],
-    chosen: Sequence[bool],
-) -> None:
-    if False not in chosen:
-        rounding.write(gradients, node, blocks, views)  # type: ignore[arg-type]
-    elif True in chosen:
-        rounding.write(
-            _chosen(gradients, chosen), node, _chosen(blocks, chosen), _chosen(views, chosen)
-        )
-
-
-def _chosen(values: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
-    return [value for value, one in zip(values, chosen, strict=True) if one]
+        return bytes(one is not None for one in current)

@@ -55,9 +55,8 @@ class LocalRun(ControllerLink, HeartbeatStatus):
     on_log: Callable[[dict[str, Any]], None] | None = None
     on_say: Callable[[str], None] | None = None
     url: str | None = None  # the run's folder; None: no checkpoints
-    check: Callable[[], None] = lambda: (
-        None
-    )  # raises unless the run is of this job; called under its lease
+    # Raises unless the run is of this job; called under its lease.
+    check: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self.control = WorkerControl()

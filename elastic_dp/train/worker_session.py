@@ -258,7 +258,7 @@ class WorkerSession:
         )
         self._parts = build
         build.make_parts()
-        self._groups.expect_buffers(large=self.transaction.gradient.exchange.is_large)
+        self._groups.has_large_buffers = self.transaction.gradient.exchange.is_large
         self.faults.watch(list(self.state.parameters.values()))
         self._transfer = StateTransfer(self)
         kind = build.kind_of(machine_kind(self.device, self.spec.exact))

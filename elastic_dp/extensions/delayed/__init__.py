@@ -25,12 +25,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch
-
 from elastic_dp.coordinator.messages import whole_blocks
 from elastic_dp.distributed.gradient_buckets import Gradients
 from elastic_dp.distributed.gradient_reducer import GradientReducer
-from elastic_dp.distributed.gradient_rounding import Wire
 from elastic_dp.distributed.reduction_tree import Node, Share, cover_share
 from elastic_dp.errors import GroupError
 from elastic_dp.sampling.seeds import rounding_seed
@@ -48,13 +45,7 @@ def extend(build: StepBuilder) -> None:
     staleness = StepSchedule(build.spec.staleness_by_step)
     build.schedules.append(staleness)
     build.previous = PreviousStep(build.given.model, build.loss_scale)
-    build.new_gradient = partial(
-        DelayedGradient,
-        previous=build.previous,
-        staleness=staleness,
-        parameters=build.parameters,
-        wire=build.wire,
-    )
+    build.new_gradient = partial(DelayedGradient, build, build.previous, staleness)
 
 
 class DelayedGradient(StepGradient):
@@ -62,17 +53,18 @@ class DelayedGradient(StepGradient):
 
     def __init__(
         self,
-        *given: Any,
+        build: StepBuilder,
         previous: PreviousStep,
         staleness: StepSchedule,
-        parameters: Mapping[str, torch.nn.Parameter],
-        wire: Wire,
+        *given: Any,
         **more: Any,
     ) -> None:
-        """`given`, `more`: see `StepGradient`. `staleness`: of each step."""
+        """`staleness`: of each step. `given`, `more`: see `StepGradient`."""
         super().__init__(*given, **more)
         self.previous, self._staleness = previous, staleness
-        self._sender = GradientReducer(parameters, wire, exchange=self.exchange, computes=False)
+        self._sender = GradientReducer(
+            build.parameters, build.wire, exchange=self.exchange, computes=False
+        )
         self._late_sums = False  # whether the present step is a delayed one
         self._share: Share = ()  # of the step before
         self._virtual_workers = 0

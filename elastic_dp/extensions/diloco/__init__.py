@@ -21,24 +21,12 @@ from elastic_dp.train.steps_arguments import (
 def extend(build: StepBuilder) -> None:
     """Raises SpecError and ModelError."""
     _check(build)
-    make_optimizer = build.given.inner_optimizer
-    assert make_optimizer is not None
     inner_steps = StepSchedule(build.spec.inner_steps_by_step)
     rows = InnerRows(build.data, inner_steps)
     build.rows, build.micro_batches_of = rows, inner_steps.at
     build.schedules.append(inner_steps)
     build.new_micro_batches = partial(InnerMicroBatches, rows)
-    build.new_leaf = lambda: InnerSteps(
-        build.given.model,
-        build.given.optimizer,
-        build.micro_batches,
-        rows,
-        build.gradients,
-        build.speed,
-        make_optimizer,
-        build.given.inner_clip_norm,
-        build.spec.data.seed,
-    )
+    build.new_leaf = lambda: InnerSteps(build, rows)
 
 
 def _check(build: StepBuilder) -> None:

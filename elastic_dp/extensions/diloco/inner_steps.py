@@ -23,18 +23,16 @@ import torch
 from torch import nn
 
 from elastic_dp.device.global_generators import seed_everything
-from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.errors import GroupError
 from elastic_dp.extensions.diloco.inner_moments import InnerMoments
 from elastic_dp.sampling.seeds import inner_seed
 from elastic_dp.sampling.step_schedule import StepSchedule
 from elastic_dp.train.step.batch_source import RowSource
-from elastic_dp.train.step.compute_speed import ComputeSpeed
 from elastic_dp.train.step.leaf_runner import Turn
 from elastic_dp.train.step.loss_result import mean, mean_metrics
 from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner, not_finite_loss
+from elastic_dp.train.step_builder import StepBuilder
 
-InnerOptimizerFn = Callable[[nn.Module, int], torch.optim.Optimizer]
 PseudoGradients = dict[torch.Tensor, torch.Tensor]  # by parameter
 
 
@@ -139,22 +137,18 @@ class InnerStepsResult(MicroBatchResult):
         self.unread = {}
 
 
-@dataclass(frozen=True)
 class InnerSteps:
-    """Makes the inner steps of one model. Implements `Leaf`. `outer` is the optimizer of
-    `ctx.steps`, `make_optimizer` and `clip_norm` are its `inner_optimizer` and `inner_clip_norm`,
-    `seed` is that of the job. `gradients`: checks what the loss function leaves."""
+    """Makes the inner steps of one model. Implements `Leaf`."""
 
-    model: nn.Module
-    outer: torch.optim.Optimizer
-    micro_batches: MicroBatchRunner
-    rows: InnerRows
-    gradients: GradientReducer
-    speed: ComputeSpeed
-    make_optimizer: InnerOptimizerFn
-    clip_norm: float | None
-    seed: int
-    makes: str = "pseudo-gradient"
+    makes = "pseudo-gradient"
+
+    def __init__(self, build: StepBuilder, rows: InnerRows) -> None:
+        given = build.given
+        assert given.inner_optimizer is not None
+        self.model, self.outer, self.rows = given.model, given.optimizer, rows
+        self.make_optimizer, self.clip_norm = given.inner_optimizer, given.inner_clip_norm
+        self.micro_batches, self.gradients = build.micro_batches, build.gradients
+        self.speed, self.seed = build.speed, build.spec.data.seed
 
     def run(self, turn: Turn) -> None:
         """Runs a leaf to its end, also where the group is lost meanwhile: the next generation needs

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from elastic_dp.extensions.sharding.piece_reduction import GatheredNorm, PieceReduction
 from elastic_dp.extensions.sharding.shardable_optimizers import check_shardable
 from elastic_dp.extensions.sharding.sharded_optimizer import ShardedOptimizer
-from elastic_dp.train.state.train_state import TrainState
-from elastic_dp.train.step.participants import StepParticipant, Verdict, WeightComparison
+from elastic_dp.train.step.participants import StepParticipant, Verdict
 from elastic_dp.train.step_builder import StepBuilder
 
 
@@ -19,18 +18,7 @@ def extend(build: StepBuilder) -> None:
     build.holders = sharding = ShardedOptimizer(build.given.optimizer, build.parameters)
     build.new_exchange = partial(PieceReduction, sharding)
 
-    def update() -> ShardedUpdate:
-        assert isinstance(build.exchange, PieceReduction)
-        return ShardedUpdate(
-            sharding,
-            build.exchange,
-            build.state,
-            build.weights,
-            build.has_checkpoint,
-            build.reporter.pass_point,
-        )
-
-    build.new_participants.append(update)
+    build.new_participants.append(lambda: ShardedUpdate(sharding, build))
 
 
 class ShardedUpdate(StepParticipant):
@@ -40,19 +28,12 @@ class ShardedUpdate(StepParticipant):
 
     name = "sharding"
 
-    def __init__(
-        self,
-        sharding: ShardedOptimizer,
-        exchange: PieceReduction,
-        state: TrainState,
-        weights: WeightComparison,
-        has_checkpoint: Callable[[int], bool],
-        pass_point: Callable[[str, int], None],
-    ) -> None:
-        """`has_checkpoint`: whether a step has one, as far as all members know."""
-        self._sharding, self._exchange, self._state = sharding, exchange, state
-        self._weights, self._has_checkpoint = weights, has_checkpoint
-        self._pass_point, self._step = pass_point, 0
+    def __init__(self, sharding: ShardedOptimizer, build: StepBuilder) -> None:
+        assert isinstance(build.exchange, PieceReduction)
+        self._sharding, self._exchange, self._step = sharding, build.exchange, 0
+        self._weights, self._has_checkpoint = build.weights, build.has_checkpoint
+        self._parameters = list(build.parameters.values())
+        self._pass_point = build.reporter.pass_point
 
     def begin(self, step: int) -> None:
         self._step = step
@@ -82,9 +63,8 @@ class ShardedUpdate(StepParticipant):
             self._pass_point("gathered", step)
 
     def update(self) -> None:
-        parameters = self._state.parameters.values()
-        self._sharding.step_ends([p.grad for p in parameters])
-        for p in parameters:  # the optimizer updates nothing; schedulers look for its step
+        self._sharding.step_ends([p.grad for p in self._parameters])
+        for p in self._parameters:  # the optimizer updates nothing; schedulers look for its step
             p.grad = None
 
     def stopped(self) -> None:

@@ -56,8 +56,13 @@ from elastic_dp.distributed.piece_routes import HeldRange, HeldRanges
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
 from elastic_dp.extensions.sharding.parameter_gather import ParameterGather, digest_of_piece
-from elastic_dp.extensions.sharding.piece_updates import PieceUpdates, State
-from elastic_dp.extensions.sharding.pieces import StatePiece, part_of, pieces_of
+from elastic_dp.extensions.sharding.pieces import (
+    PieceUpdates,
+    State,
+    StatePiece,
+    part_of,
+    pieces_of,
+)
 from elastic_dp.train.checkpointing.collective_read import Ranges, ReadCheckpoint
 from elastic_dp.train.exactness.elementwise_updates import parameters_to_keep_whole
 from elastic_dp.train.master_weights import state_kind

@@ -53,10 +53,6 @@ _PATIENCE_S = 5.0  # how long to wait for members that have not reported their p
 T = TypeVar("T")
 
 
-def _nothing_to_check() -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class CommitterActions:
     """Callbacks of a committer, provided by the controller of the run.
@@ -70,12 +66,10 @@ class CommitterActions:
     # the step and the seconds from its snapshot, 0 if not known; it may be called twice
     committed: Callable[[int, float], None]
     stand_down: Callable[[str], None]  # the reason: another controller holds the run
-    fail: Callable[
-        [Exception], None
-    ]  # nothing will be found or committed: `check` failed, a file is damaged, or there is a bug
-    check: Callable[[], None] = (
-        _nothing_to_check  # raises unless the run is this job's; called once, under the lease
-    )
+    # nothing will be found or committed: `check` failed, a file is damaged, or there is a bug
+    fail: Callable[[Exception], None]
+    # raises unless the run is this job's; called once, under the lease
+    check: Callable[[], None] = lambda: None
 
 
 class CheckpointCommitter:

@@ -54,7 +54,7 @@ class GenerationGroups:
         members get a communicator of their own."""
         self._worker, self._device, self._control = worker, device, control
         self._rendezvous, self._connects = rendezvous, connects
-        self._has_large_buffers = False
+        self.has_large_buffers = False  # operations in flight keep much memory: no member waits
         self.main: ProcessGroup | None = None
         self.membership: Membership | None = None  # of the present or the last generation
         self._joining: frozenset[int] = frozenset()
@@ -83,10 +83,6 @@ class GenerationGroups:
     @property
     def generation(self) -> int:
         return 0 if self.membership is None else self.membership.generation
-
-    def expect_buffers(self, *, large: bool) -> None:
-        """Says whether operations in flight keep much memory, for which no member is to wait."""
-        self._has_large_buffers = large
 
     def load_kernels(self) -> None:
         """Prepares, in the background, for the first communicator of this process."""
@@ -127,7 +123,7 @@ class GenerationGroups:
         for old in self._old:
             old.close()
         self._old = []
-        if self._has_large_buffers:
+        if self.has_large_buffers:
             drop_abandoned_groups(0.0)  # returns at once
 
     def check_connection(self) -> None:

@@ -158,11 +158,6 @@ class ModuleBuffers:
         self.attributes.undo()
         self._leaves.clear()
 
-    @property
-    def try_again(self) -> bool:
-        """Whether the trial micro-batch must run once more; see module_attributes.py."""
-        return self.attributes.is_undecided
-
     def changed(self) -> bytes:
         """Returns a byte per buffer: 1 if a leaf of this worker wrote to it."""
         flags = bytearray(len(self._own))

@@ -81,7 +81,7 @@ class TrialRun:
         for _ in range(2):
             self._run_once(self._batch())
             self._undo(tried=True)
-            if not self._buffers.try_again:
+            if not self._buffers.attributes.is_undecided:
                 break
 
     def probe(self, because: list[str], say: Callable[[str], None]) -> None:
