@@ -39,9 +39,6 @@ class ShardedUpdate(StepParticipant):
         self._step = step
         self._sharding.begin()
 
-    def send(self) -> None:
-        self._sharding.send_copies()
-
     def agree(self, proposals: Sequence[bytes]) -> Verdict:
         self._sharding.take_copies()
         return None

@@ -16,12 +16,12 @@ is done again.
 
 Behind a loss, pieces of which one holder is left have it as their primary, as far as all members
 have equal parts so, and train on. Their backups get the state in the first steps of the generation:
-some in each step. The state is sent before the backward pass that sends the gradients, and waited
-for behind that. The backups have the gradient of that step like all holders, so they take part in
-its commit. Until then a piece has one holder, and is lost with it. All other copies are made before
-the first step, as where a joiner is given its part: nobody may let go of a piece before another
-member has it. All are, where a member is to leave soon. A generation may end before they are made;
-then the coordinator lets no member go (`WorkerStopped.lacks_copies`).
+some in each step. The state is sent before the members compute, and waited for behind that. The
+backups have the gradient of that step like all holders, so they take part in its commit. Until then
+a piece has one holder, and is lost with it. All other copies are made before the first step, as
+where a joiner is given its part: nobody may let go of a piece before another member has it. All
+are, where a member is to leave soon. A generation may end before they are made; then the
+coordinator lets no member go (`WorkerStopped.lacks_copies`).
 
 With one member or two, all hold everything. Then a step updates in place after its commit, as it
 does without sharding, and no parameters are gathered.
@@ -209,7 +209,7 @@ class ShardedOptimizer(OptimizerHolders):
 
     def begin(self) -> None:
         """Begins an attempt at a step: what another attempt prepared does not count any more.
-        Begins with the next copies of pieces that have no backup.
+        Sends the next copies of pieces that have no backup.
 
         Raises LoopError if user code wrote to the optimizer's state, which nothing would read, and
         GroupError.
@@ -225,11 +225,6 @@ class ShardedOptimizer(OptimizerHolders):
         if self._copies is not None:
             self.take_copies()
             self._copies.begin()
-
-    def send_copies(self) -> None:
-        """Sends them, once. All members call it before they send gradients. Raises GroupError."""
-        if self._copies is not None:
-            self._copies.send()
 
     def take_copies(self) -> None:
         """Holds the copies that were sent, once they have arrived. Called before anything of this

@@ -141,7 +141,6 @@ class GradualJoin(StepParticipant):
             raise GroupError("requires_grad has changed while a worker joins: it joins at once")
         if not self._move.in_flight:
             self._move.begin()
-            self._move.send()
 
     def propose(self) -> bytes:
         if self._move is None or self._shares.rank != self._source:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from elastic_dp.device.accelerator import accelerator_of
-from elastic_dp.distributed.process_group import Operation, ProcessGroup
+from elastic_dp.distributed.process_group import ProcessGroup
 
 ROUND_BYTES = 4 << 20  # that a member sends or receives in one round, or one unit
 UNIT_BYTES = 2 << 20  # of a large tensor's units
@@ -161,15 +161,10 @@ class Move:
         return bool(self._in_flight)
 
     def begin(self) -> None:
-        """Begins the next round, if there is one, and waits for nobody. The state that is sent must
-        not change before `send`. Raises GroupError."""
+        """Begins the next round, if there is one. Waits for members that have not begun where a
+        size is not known. Raises GroupError."""
         if self._rounds:
             self._in_flight.append(_Round(self._group, self._units, self._rounds.popleft()))
-
-    def send(self) -> None:
-        """Sends what was begun, once. Waits for members that have not begun. Raises GroupError."""
-        for one in self._in_flight:
-            one.send()
 
     def take(self) -> None:
         """Waits for what is in flight, and writes it. Raises GroupError."""
@@ -182,7 +177,6 @@ class Move:
         while not self.is_done:
             if self._may_overlap():
                 self.begin()
-                self.send()
             else:
                 self._land()
         return self.received_bytes
@@ -231,8 +225,7 @@ def hand_out(
 
 
 class _Round:
-    """Units on their way. Members first tell each receiver sizes that are not known, for which
-    nobody waits before `send`."""
+    """Units on their way. Members first tell each receiver sizes that are not known."""
 
     def __init__(
         self, group: ProcessGroup, units: Sequence[StateUnit], transfers: Sequence[Transfer]
@@ -249,37 +242,24 @@ class _Round:
         read = {unit: units[unit].read() for unit in dict.fromkeys(chain.from_iterable(outgoing))}
         size_of = {unit: sum(part.numel() for part in parts) for unit, parts in read.items()}
         to_send = [part for some in outgoing for unit in some for part in read[unit]]
-        self._vectors = on_host(group, to_send)
-        self._to_send = [sum(size_of[unit] for unit in some) for some in outgoing]
-        sizes = [size_of[unit] for some in outgoing for unit in some]
-        self._sizes = torch.tensor(
+        vectors = on_host(group, to_send)
+        sizes = torch.tensor(
             [units[unit].nbytes for some in self._incoming for unit in some], dtype=torch.int64
         )
-        self._telling: Operation | None = None
         if not all(units[unit].exact for unit, _, _ in transfers):
-            mine = torch.tensor(sizes, dtype=torch.int64)
+            mine = [size_of[unit] for some in outgoing for unit in some]
             counts = [[len(some) for some in each] for each in (self._incoming, outgoing)]
-            self._telling = group.all_to_all(self._sizes, mine, *counts)
-        self._sending: Operation | None = None
-        self.nbytes = 0
-
-    def send(self) -> None:
-        if self._sending is not None:
-            return
-        if self._telling is not None:
-            self._group.wait(self._telling)
-        self._lengths: list[int] = self._sizes.tolist()
+            group.wait(group.all_to_all(sizes, torch.tensor(mine, dtype=torch.int64), *counts))
+        self._lengths: list[int] = sizes.tolist()
         lengths = iter(self._lengths)
-        sizes = [sum(next(lengths) for _ in some) for some in self._incoming]
-        self.nbytes = sum(sizes)
+        incoming = [sum(next(lengths) for _ in some) for some in self._incoming]
+        self.nbytes = sum(incoming)
         self._arrived = torch.empty(self.nbytes, dtype=torch.uint8)
-        flat = torch.cat([self._arrived[:0], *self._vectors])
-        self._vectors = []
-        self._sending = self._group.all_to_all(self._arrived, flat, sizes, self._to_send)
+        flat = torch.cat([self._arrived[:0], *vectors])
+        counts = [incoming, [sum(size_of[unit] for unit in some) for some in outgoing]]
+        self._sending = group.all_to_all(self._arrived, flat, *counts)
 
     def land(self) -> None:
-        self.send()
-        assert self._sending is not None
         self._group.wait(self._sending)
         units = chain.from_iterable(self._incoming)
         for unit, content in zip(units, self._arrived.split(self._lengths), strict=True):

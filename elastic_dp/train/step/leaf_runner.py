@@ -129,8 +129,6 @@ class OnePass:
         if loss is None:
             self.refuses_none(step, v)
         else:
-            if turn.is_last:
-                runner.send_first()
             if points is not None:
                 points("backward", step)
             loss.backward()
@@ -232,14 +230,12 @@ class LeafRunner:
     meanwhile: Callable[[], None] | None = None
     results: dict[int, MicroBatchResult] = field(default_factory=dict)  # of the present step
     _finished: FinishedWork | None = None  # of a step that was aborted
-    _participants: Sequence[StepParticipant] = ()
     _observers: Sequence[StepParticipant] = ()
     _expected: tuple[int, float] = (0, 0.0)  # the weight of a step, in one attempt
 
     # ----------------------------------------------------------------------------- a step
 
     def begin(self, step: int, participants: Sequence[StepParticipant]) -> None:
-        self._participants = [p for p in participants if type(p).send is not StepParticipant.send]
         self._observers = [p for p in participants if p.observes_leaves(step)]
 
     @property
@@ -311,7 +307,6 @@ class LeafRunner:
                 self.gradients.add_finished(node, work.gradients, merges, reused_until == last)
                 self.results |= work.results
                 self.buffers.reuse(work.buffers)
-        self.send_first()
         self.leaf.micro_batches.check_written()
         return self.results
 
@@ -350,12 +345,6 @@ class LeafRunner:
         contributes = result is not None and result.weight > 0
         self.buffers.after_leaf(turn.virtual_worker, contributes=contributes)
         self.gradients.add_leaf(turn.leaf, gradients, turn.is_last)
-
-    def send_first(self) -> None:
-        """Sends what all members send before their gradients. Called before the pass that sends
-        them, if there is one, and after it, where it does nothing any more. Raises GroupError."""
-        for participant in self._participants:
-            participant.send()
 
     # ------------------------------------------------------------------------ finished work
 

@@ -4,7 +4,6 @@ A step has a list of participants, the same on all members and in the same order
 an entry of its own in the step's header, which every member sends to all others:
 
     begin     the step begins
-    send      what others need is sent, before gradients are
     propose   this member's entry, once its micro-batches have run
     agree     the entries of all: go on, stop, or do the step again
     prepare   what needs a further exchange; the last call that may raise
@@ -78,10 +77,6 @@ class StepParticipant:
     def leaf_ended(self, result: MicroBatchResult, gradients: LeafGradients) -> None:
         """A virtual worker of this member has these gradients, by parameter, which belong to the
         step. The result keeps what is found, also where the step is done again."""
-
-    def send(self) -> None:
-        """Sends what other members need, before gradients are sent. Called once or twice. Raises
-        GroupError."""
 
     def unread(self) -> list[torch.Tensor]:
         """Returns tensors on a device whose values this member needs for its entry. The host waits
