@@ -103,8 +103,7 @@ class GradientBufferPool:
     def preallocate(
         self, buckets: Sequence[GradientBucket], virtual_workers: int, *, receives: bool
     ) -> None:
-        """Touches memory for what each bucket sends, and for what it `receives`, before a group
-        needs it."""
+        """Touches memory for what each bucket sends, and `receives`, before a group needs it."""
         self._free = []
         for b in buckets:
             rounding = b.rounding
@@ -354,8 +353,7 @@ class BucketReduction:
             self._plan.group.wait(operation)
 
     def arrive(self) -> None:
-        """Settles, and converts the finished sum to the dtype of the parameters. Raises
-        GroupError."""
+        """Settles, and converts the finished sum to the parameters' dtype. Raises GroupError."""
         self.settle()
         if self.bucket.is_rounded:
             self.bucket.rounding.restore(self._total, self._result)

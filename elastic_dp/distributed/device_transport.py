@@ -232,8 +232,7 @@ class DeviceTransport:
         self._staged.clear()
 
     def come_to_rest(self) -> None:
-        """Waits until the device has nothing of this generation to do. The process ends if an abort
-        does not free it in time."""
+        """Waits until the device has nothing of this generation to do, or ends the process."""
         self._unsent.clear()
         self._staged.clear()
         until = math.inf

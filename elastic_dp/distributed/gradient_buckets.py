@@ -76,8 +76,7 @@ class GradientBucket:
         ]
 
     def sum_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns a view into `flat`, of shape (wire_numel or more,), for each parameter, as
-        `rounding` keeps sums."""
+        """Returns a view into `flat`, of shape (wire_numel or more,), for each parameter's sum."""
         record = self.rounding.record
         if record == 1:
             return self.views(flat)

@@ -91,8 +91,7 @@ class GradientNorm:
         return norm if self._wide else norm.float()
 
     def read(self) -> float | None:
-        """Returns the norm, for which the host may wait, or None if the gradients went before it
-        was computed."""
+        """Returns the norm, for which the host may wait, or None if the gradients went before."""
         if self.value is None and (self._find is not None or self._square is not None):
             self.value = float(self.tensor)
         return self.value
@@ -104,8 +103,7 @@ class GradientNorm:
 
 @dataclass(frozen=True, slots=True)
 class GradientClipping:
-    """`norm`: the largest norm of a step's gradient. `value`: the largest absolute value of an
-    element. None: no limit."""
+    """The largest norm of a gradient, the largest absolute value of an element; None: no limit."""
 
     norm: float | None = None
     value: float | None = None

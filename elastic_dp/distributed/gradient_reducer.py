@@ -249,8 +249,7 @@ class GradientReducer:
     def add_leaf(
         self, leaf: TreeLeaf, gradients: Mapping[torch.Tensor, torch.Tensor], is_last: bool
     ) -> None:
-        """Adds a leaf whose gradients are not those of one backward pass, by parameter. They are
-        given up."""
+        """Adds a leaf whose gradients, by parameter, are given up."""
         v, given = leaf.virtual_worker, [gradients.get(p) for p in self._layout.parameters]
         self.add_finished((v, v + 1), given, leaf.merges, is_last)
 

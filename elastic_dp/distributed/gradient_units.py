@@ -75,8 +75,7 @@ def elements_per_unit(dtype: torch.dtype) -> int:
 
 
 def memory_stride(p: torch.Tensor) -> tuple[int, ...]:
-    """Returns the strides of the gradients of `p`: its own, unless elements overlap or have gaps
-    between them."""
+    """Returns the strides of the gradients of `p`: its own if it is dense."""
     dense = torch._debug_has_internal_overlap(p) == 0 and _is_dense(p)
     return p.stride() if dense else torch.empty(p.shape, device="meta").stride()
 

@@ -30,8 +30,7 @@ HeldRanges = Mapping[torch.Tensor, Sequence[HeldRange]]  # by parameter, in orde
 
 @dataclass(frozen=True, slots=True)
 class PieceRoute:
-    """What one rank sends of its finished chunk of a bucket, and what it receives, in the elements
-    in which they are sent."""
+    """What one rank sends of its finished chunk, and receives, in the elements that are sent."""
 
     cuts: list[tuple[int, int]]  # ranges of its chunk, in the order in which they are sent
     sent: list[int]  # [rank]: elements that it sends

@@ -76,8 +76,7 @@ class Operation:
 
 
 class ProcessGroup:
-    """Collectives among the members of one generation, for tensors of the host. With one member,
-    there are none."""
+    """Collectives among the members of one generation, for tensors of the host."""
 
     def __init__(
         self, backend: Any, rank: int, world_size: int, device: torch.device, store: Any = None
@@ -145,8 +144,7 @@ class ProcessGroup:
         output_sizes: Sequence[int],
         input_sizes: Sequence[int],
     ) -> Operation:
-        """Sends part r of the flat `input` to rank r, and receives part r of the flat `output` from
-        it."""
+        """Sends part r of the flat `input` to rank r, and receives part r of `output` from it."""
         return self._launch(
             (output, input),
             lambda: self._backend.alltoall_base(
@@ -206,8 +204,7 @@ class ProcessGroup:
         return {one for one in self._pending if one.work is not None and not self.is_over(one)}
 
     def synchronize(self) -> None:
-        """Waits until the device has finished everything launched. Raises GroupAborted when
-        aborted."""
+        """Waits until the device has finished everything launched. Raises GroupAborted."""
         if self.on_device is None:
             self.check()
         else:
@@ -468,8 +465,7 @@ _gloo_device_lock = threading.Lock()
 
 
 def use_interface(address: str | None) -> None:
-    """Binds Gloo to the interface of this IP address; None: the one that the host's name resolves
-    to."""
+    """Binds Gloo to the interface of this IP address; None: to that of the host's name."""
     global _gloo_device
     with _gloo_device_lock:
         _gloo_device = GlooDevice(address)
@@ -504,8 +500,7 @@ def connect_devices(
     generation: int,
     timeout_s: float = CONNECTING_LIMIT_S,
 ) -> None:
-    """Starts to connect the devices of the members of `group`, if there are several. See
-    `DeviceTransport`."""
+    """Starts to connect the devices of several members; see `DeviceTransport`."""
     if group.on_device is None or group.world_size == 1:
         return
     rank, world_size, timeout = group.rank, group.world_size, timedelta(seconds=timeout_s)

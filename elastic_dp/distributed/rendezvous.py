@@ -82,15 +82,13 @@ class RendezvousTables:
         return [one.worker for one in records], GroupRecords(*key, values)
 
     def registered(self, group: GroupName) -> set[str] | None:
-        """Returns the workers whose records are here while others are missing. None: no group of
-        this name waits."""
+        """Returns the workers whose records wait for others. None: no group of this name waits."""
         with self._lock:
             table = self._tables.get((group, 0))
             return None if table is None else {record.worker for record in table.values()}
 
     def begin(self, group: GroupName) -> None:
-        """Forgets earlier generations, and groups that were prepared for the generation of `group`
-        in vain."""
+        """Forgets earlier generations, and groups that were prepared in vain for this one."""
         generation = group.generation
         with self._lock:
             self._oldest = generation

@@ -60,8 +60,7 @@ class SpikeRule(StepParticipant):
         self._step = step
 
     def agree(self, proposals: Sequence[bytes]) -> Verdict:
-        """Raises RewindRequested. A loss that is not finite would fail the run later in the
-        step."""
+        """Raises RewindRequested, unless the loss is not finite: that fails the run later."""
         of_all = self._results.of_all.values()
         self._loss = mean([(one.loss, one.weight) for one in of_all])
         why = self._why()

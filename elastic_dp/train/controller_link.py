@@ -49,8 +49,7 @@ class ControllerLink(Protocol):
         return
 
     def skipped(self, row_groups: Sequence[str]) -> None:
-        """Reports all row groups skipped so far, before this worker reports that it has
-        finished."""
+        """Reports all row groups skipped so far, before this worker has finished."""
         return
 
 

@@ -126,8 +126,7 @@ def _is_first(fault: WorkerFault, generation: int) -> bool:
 
 
 def _generation_of(path: str) -> float:
-    """Returns the generation in which the fault of this file happened, or infinity if it did not
-    yet."""
+    """Returns the generation in which the fault of this file happened; infinity: not yet."""
     try:
         with open(path, encoding="utf-8") as file:
             return int(file.read() or sys.maxsize)

@@ -31,8 +31,7 @@ class Gang:
         return self.control.exchange(payload)
 
     def micro_batch(self, virtual_worker: int) -> int:
-        """Returns the number of this process's micro-batch of a virtual worker, among those of
-        all."""
+        """Returns the number of this process's micro-batch of a virtual worker."""
         return virtual_worker * self.size + self.number
 
 

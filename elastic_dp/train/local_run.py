@@ -44,8 +44,7 @@ from elastic_dp.train.worker_session import WorkerSession
 
 @dataclass
 class LocalRun(ControllerLink, HeartbeatStatus):
-    """A group of one worker in this process, without Ray: the same session with a minimal
-    controller."""
+    """A group of one worker in this process: the same session with a minimal controller."""
 
     spec: JobSpec
     data: BatchSource
@@ -196,8 +195,7 @@ class LocalRun(ControllerLink, HeartbeatStatus):
         self._committer.wrote(worker, written)
 
     def _fail(self, error: Exception) -> None:
-        """Ends the run: another process holds its folder, or the folder cannot be written any
-        more."""
+        """Ends the run: another process holds its folder, or it cannot be written any more."""
         self._failure = error
         self.control.release(str(error))
 

@@ -136,8 +136,7 @@ class MasterWeights(torch.optim.Optimizer):
 
 
 def state_kind(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> tuple[int, torch.dtype]:
-    """Returns how many tensors like `p` an optimizer has for it if it keeps two moments, and their
-    dtype."""
+    """Returns how many tensors like `p` an Adam has for it, and their dtype."""
     has_master = isinstance(optimizer, MasterWeights) and optimizer._has_master(p)
     return (3, master_dtype(p)) if has_master else (2, p.dtype)
 

@@ -62,8 +62,7 @@ def fail_worker(
     status: HeartbeatStatus,
     error: Exception,
 ) -> str:
-    """Reports the error repeatedly, since another controller may take over. Returns why it was
-    released."""
+    """Reports the error until this worker is released, or orphaned. Returns why."""
     exit_if_device_failed(status, error)
     control.confirm_processes()  # else this error may come from the loss of one
     failure = _failure(worker, error)

@@ -210,8 +210,7 @@ class WorkerSession:
         self.reporter.pass_point(name, step)
 
     def reported(self, asked: int) -> WorkerReported:
-        """Returns this worker's report for a controller that takes over. The control thread calls
-        it."""
+        """Returns the report for a controller that takes over. The control thread calls it."""
         return WorkerReported(
             self.worker,
             self.generation,
@@ -225,8 +224,7 @@ class WorkerSession:
         )
 
     def prepare(self, command: PrepareGroup) -> None:
-        """Starts to connect for a generation that this worker will most likely be in. The control
-        thread calls it."""
+        """Starts to connect for a generation to come. The control thread calls it."""
         if self.loop.opened:
             self._groups.prepare(command)
 
@@ -298,8 +296,7 @@ class WorkerSession:
             self.report("start")
 
     def next_step(self) -> StepRecord | None:
-        """Returns the next committed step, or None after the last. Raises Released when
-        released."""
+        """Returns the next committed step, or None after the last. Raises Released."""
         self._parts.variables_guard.body_ended(self._warn)
         if self.loop.in_body:  # else another worker ran it
             self.report_evaluations(ended=True)
@@ -432,8 +429,7 @@ class WorkerSession:
         return self._groups.auxiliary()
 
     def _enter(self, membership: Membership) -> None:
-        """Forms the groups of a generation, gets its state, and starts to work in it. Raises
-        GroupError."""
+        """Forms the groups of a generation, gets its state, and begins. Raises GroupError."""
         self._groups.enter(membership)
         self.report("form")
         self.pass_point("forming")
@@ -466,8 +462,7 @@ class WorkerSession:
     def _get_state(
         self, membership: Membership, plan: TransferPlan, payload: StatePayload | None
     ) -> int:
-        """Restores, sends or receives the state, or neither. `payload`: what a member sends.
-        Returns the number of bytes received."""
+        """Restores, sends or receives the state, or neither. Returns the bytes received."""
         main = self._groups.main
         assert main is not None
         if plan.restores:
@@ -526,8 +521,7 @@ class WorkerSession:
         )
 
     def _get_pieces(self, membership: Membership) -> int:
-        """Receives its pieces of a divided optimizer state. Returns the number of bytes
-        received."""
+        """Receives its pieces of a divided optimizer state. Returns the bytes received."""
         holders, main = self.state.holders, self._groups.main
         if not holders.is_divided:
             return 0

@@ -126,8 +126,7 @@ class DelayedGradient(StepGradient):
         super().begin(step)
 
     def _launch(self) -> None:
-        """Sends this worker's sums. Runs the leaves of those that it does not hold. Raises
-        GroupError and LossError."""
+        """Sends this worker's sums; computes those that are lost. Raises GroupError, LossError."""
         self._sent = False
         if not self._exists:
             self._sender.begin()  # follows changes of `requires_grad`

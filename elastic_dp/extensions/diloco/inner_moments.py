@@ -121,8 +121,7 @@ class InnerMoments(nn.Module):
         return optimizer
 
     def refuse_other_mean(self, outer: torch.optim.Optimizer) -> None:
-        """Raises ModelError unless the outer optimizer takes the mean of the moments, as a group of
-        `outer_groups` does."""
+        """Raises ModelError unless the outer optimizer takes the mean, as by `outer_groups`."""
         mine = {*self.momenta, *self.roots}
         groups = [group for group in outer.param_groups if not mine.isdisjoint(group["params"])]
         takes_the_mean = isinstance(outer, torch.optim.SGD) and all(

@@ -94,8 +94,7 @@ class InnerRows:
 
 
 class InnerMicroBatches(MicroBatchRunner):
-    """Runs the micro-batches of inner steps, each with a number of its own, in the place of that of
-    the virtual worker."""
+    """Runs the micro-batches of inner steps, each with a number of its own."""
 
     several = True
 
@@ -151,8 +150,7 @@ class InnerSteps:
         self.speed, self.seed = build.speed, build.spec.data.seed
 
     def run(self, turn: Turn) -> None:
-        """Runs a leaf to its end, also where the group is lost meanwhile: the next generation needs
-        it."""
+        """Runs a leaf to its end, also where the group is lost: the next generation needs it."""
         lost: list[GroupError] = []
 
         def passes(point: str) -> None:

@@ -140,8 +140,7 @@ class GradientOrders(StepParticipant):
 
 
 def refuses_none(gang: Gang) -> Callable[[int, int], None]:
-    """Returns what raises LossError where a process of a gang has no loss to run backward from: the
-    others would wait for it."""
+    """Returns what raises LossError where a process has no loss: the others would wait."""
 
     def refuse(step: int, virtual_worker: int) -> None:
         raise LossError(

@@ -371,8 +371,7 @@ class LeaderControl(GangControl):
                     self._end(self._generation)
 
     def _pass_on(self, failure: WorkerFailed) -> None:
-        """Tells the controller, once all processes have shown that they live. The follower says
-        this repeatedly."""
+        """Tells the controller, once all processes have shown that they live."""
         self.confirm_processes()
         self._failed = True
         self._post(failure)

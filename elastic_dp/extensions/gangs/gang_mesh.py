@@ -102,8 +102,7 @@ def _on_interface(name: str) -> Iterator[None]:
 
 
 def kind_of_gang(gang: Gang, own: str, device: torch.device) -> str:
-    """Returns the kind of the worker. `own` is that of this process's machine. All processes call
-    it. Raises ClusterError if theirs differ."""
+    """Returns the kind of the worker. All processes call it. Raises ClusterError if they differ."""
     kinds = dict.fromkeys(told.decode() for told in gang.exchange(own.encode()))
     if len(kinds) > 1:
         raise ClusterError(
@@ -118,8 +117,7 @@ def kind_of_gang(gang: Gang, own: str, device: torch.device) -> str:
 
 @torch.no_grad()
 def _sums(gang: Gang, device: torch.device) -> bytes:
-    """Returns a digest of this process's parts of sums over all of them, as `fully_shard` adds
-    them."""
+    """Returns a digest of this process's parts of sums over all, added as by `fully_shard`."""
     # The former name is deprecated from torch 2.13 on, which has the new one.
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     draws = torch.Generator().manual_seed(gang.number)

@@ -100,14 +100,12 @@ class ParameterGather:
                 self._flying.append(transport.all_gather(columns, columns[rank]))
 
     def wait(self) -> None:
-        """Waits until the parts of all members have arrived. On a device only what is launched
-        there later waits. Raises GroupError."""
+        """Waits for the parts of all members; on a device, its stream does. Raises GroupError."""
         for operation in self._flying:
             self._group.transport.wait(operation)
 
     def differ(self, digests: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Returns for each of these pieces whether its updated parameters have another digest than
-        what has arrived, on their device."""
+        """Returns whether each piece has another digest than what has arrived, on their device."""
         mine = torch.stack(list(digests.values()))
         arrived = torch.stack([digest_of_piece(self._arrive[n]) for n in digests])
         return (mine != arrived).view(len(digests), -1).any(dim=1)
@@ -124,8 +122,7 @@ class ParameterGather:
 
 
 def digest_of_piece(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a digest of the bits of a dense tensor: on a device their sum, for which the host
-    does not wait."""
+    """Returns a digest of a dense tensor's bits; on a device, without a wait, their sum."""
     flat = in_memory_order(tensor)
     if accelerator_of(tensor.device).asynchronous:
         return sum_of_bits(flat)

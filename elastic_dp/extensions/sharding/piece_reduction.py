@@ -234,8 +234,7 @@ class PieceReduction(GradientExchange):
 
 
 class GatheredNorm(GradientNorm):
-    """A norm that the members are adding up. On a device nothing waits for it but what is launched
-    there later."""
+    """A norm that the members are adding up. The host does not wait for a device."""
 
     def __init__(
         self, group: ProcessGroup, squares: torch.Tensor, *, finite: bool, wide: bool

@@ -41,16 +41,14 @@ class StatePiece(NamedTuple):
         return tensor if self.whole else in_memory_order(tensor)[self.first : self.last]
 
     def within(self, flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """Returns `flat`, of shape (numel,), as a tensor that can take the values of this piece of
-        `parameter`."""
+        """Returns `flat`, of shape (numel,), in the form of this piece of `parameter`."""
         if not self.whole:
             return flat
         return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
 
 
 def pieces_of(parameters: Sequence[torch.Tensor], whole: Collection[int]) -> list[StatePiece]:
-    """Returns the pieces of all parameters, in order. Those with the numbers in `whole` are not
-    divided."""
+    """Returns the pieces of all parameters, in order. The numbers in `whole` are not divided."""
     layout = UnitLayout.of(parameters)
     pieces = []
     for number, p in enumerate(parameters):

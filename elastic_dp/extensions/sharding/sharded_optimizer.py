@@ -236,8 +236,7 @@ class ShardedOptimizer(OptimizerHolders):
                 self._small = self._small_pieces()
 
     def copy_rest(self) -> None:
-        """Makes all copies that are missing, since some member is about to leave. All members call
-        it. Raises GroupError."""
+        """Makes all missing copies: some member is about to leave. Raises GroupError."""
         if self._copies is not None:
             self._copies.finish()
             self.take_copies()
@@ -362,8 +361,7 @@ class ShardedOptimizer(OptimizerHolders):
         return tensors * dtype.itemsize * piece.numel
 
     def _chunks(self, numbers: Iterable[int]) -> Iterator[list[int]]:
-        """Yields these pieces in lists of about COPIED_BYTES of parameters, the small ones first;
-        all in one where all copies are kept."""
+        """Yields lists of about COPIED_BYTES of parameters, small pieces first."""
         limit: float = COPIED_BYTES_ON_DEVICE if self._is_asynchronous else COPIED_BYTES
         if len(self._small) == len(self.held):
             limit = math.inf
@@ -443,8 +441,7 @@ class ShardedOptimizer(OptimizerHolders):
             self.forget(step["sharded"])
 
     def forget(self, generation: int) -> None:
-        """Holds nothing from now on: this worker joins a run, whose last commit was in
-        `generation`, and `open` gives it its pieces."""
+        """Holds nothing, as a worker that joins a run, whose last commit was in `generation`."""
         self._optimizer.state = DividedState()
         self.held, self._prepared = {}, None
         self.committed_in = generation

@@ -78,8 +78,7 @@ def _take_lease(holder: Holder, token: str) -> str:
 
 
 def _may_follow(record: Record, token: str) -> bool:
-    """Returns whether our controller, or another of its orphans, held the lease last without
-    releasing it."""
+    """Returns whether our controller, or an orphan of it, held the lease last and still does."""
     return (record.token == token and record.state == "held") or record.token.startswith(
         f"{token}."
     )

@@ -165,8 +165,7 @@ def _read(
 def _shares(
     manifest: Manifest, needs: Sequence[Ranges]
 ) -> tuple[list[list[tuple[Request, list[list[int]]]]], bool]:
-    """Returns what each rank reads, with the ranks that need each unit of it, and whether they need
-    no unit in part."""
+    """Returns what each rank reads and who needs it, and whether all need whole units."""
     shares: list[list[tuple[Request, list[list[int]]]]] = [[] for _ in needs]
     nbytes, are_whole = [0] * len(needs), True
     for request in requests(manifest):

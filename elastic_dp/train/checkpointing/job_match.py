@@ -123,8 +123,7 @@ def check_growth(then: Mapping[str, int], now: Mapping[str, int], step: int) -> 
 
 
 def check_job(metadata: CommitMetadata, job: Mapping[str, Any], data: str, step: int) -> None:
-    """Raises RunMismatch if another job wrote the checkpoint of `step`, for example because
-    `run.json` was replaced."""
+    """Raises RunMismatch if another job wrote the checkpoint of `step`."""
     then: dict[str, Any] = {**metadata.naming["job"], "data": metadata.data}
     check_growth(then[GROWTH], job[GROWTH], step)
     for name, mine in {**job, "data": data}.items():
@@ -180,8 +179,7 @@ def _without_own(keys: Iterable[str]) -> list[str]:
 def _kinds(
     step: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Mapping[Any, str]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yields the kinds of what the optimizer's groups hold, and of the state of an optimizer of
-    torch, which is in tensors."""
+    """Yields the kinds of what the optimizer's groups hold, and of an optimizer's state."""
     groups, held = optimizer.param_groups, step["held"]["optimizers"][0]["groups"]
     for number, (group, given) in enumerate(zip(groups, held, strict=True)):
         for key, value in given["values"].items():

@@ -33,8 +33,7 @@ _WEIGHTS = ("step.parameters", "step.buffers", "step.optimizer")
 
 @dataclass(frozen=True, slots=True)
 class BlobsRequest:
-    """A request that `worker` also writes the blobs with these names of the checkpoint of
-    `step`."""
+    """Asks `worker` to write the blobs with these names, too, of the checkpoint of `step`."""
 
     worker: WorkerId
     step: int
@@ -43,8 +42,7 @@ class BlobsRequest:
 
 @dataclass
 class PendingCheckpoint:
-    """A checkpoint of which some blobs are written. `first` is the first report about it, and
-    `began_at` the begin of the first snapshot."""
+    """A checkpoint of which some blobs are written. `first`: the first report about it."""
 
     first: WrittenBlobs
     written: list[WorkerBlobs] = field(default_factory=list)

@@ -25,8 +25,7 @@ def _machine() -> str:
 
 
 def _started_at(pid: int) -> str:
-    """Returns when a process of this machine started, or "" if there is none. Process ids are used
-    again."""
+    """Returns when a process of this machine started, or "". Process ids are used again."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

@@ -131,8 +131,7 @@ class WorkerCheckpointer:
             self._due_from = taken
 
     def planned(self, step: int, total_steps: int) -> bool:
-        """Returns whether a checkpoint of `step` is due by what the job says. `total_steps`: 0 if
-        it is not known."""
+        """Returns whether the job plans a checkpoint of `step`. `total_steps`: 0 if not known."""
         return self._is_multiple(step) or (0 < total_steps <= step)
 
     def _is_multiple(self, step: int) -> bool:
@@ -290,8 +289,7 @@ class WorkerCheckpointer:
         self._link.say(f"{self._worker}: {said}")
 
     def _gathered_tree(self) -> dict[str, Any]:
-        """Returns the state. If it is sharded over the processes of this worker, the others help to
-        gather it (`FollowerCheckpoints`)."""
+        """Returns the state. Other processes help to gather it (`FollowerCheckpoints`)."""
         state = self._session.state
         if state.in_parts:
             self._session.control.agreed(True)

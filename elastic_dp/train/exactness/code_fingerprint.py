@@ -135,8 +135,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Returns a text that is equal in every process. The order of a set differs between
-    processes."""
+    """Returns a text that is equal in every process, unlike the order of a set."""
     if isinstance(value, set | frozenset):
         return f"{{{sorted(map(_text, value))}}}"
     if isinstance(value, tuple | list):

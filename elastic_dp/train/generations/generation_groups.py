@@ -91,8 +91,7 @@ class GenerationGroups:
             background("kernels", lambda: load_kernels(accelerator_of(self._device))).start()
 
     def prepare(self, command: PrepareGroup) -> None:
-        """Starts to form the group of all members of a generation that is not announced yet. Any
-        thread may call it."""
+        """Starts to form the group of a generation that is to come. Any thread may call it."""
         with self._preparing:
             before = self._prepared
             newest = (before.command.generation, before.command.number) if before else (0, 0)

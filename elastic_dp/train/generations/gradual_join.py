@@ -124,8 +124,7 @@ class GradualJoin(StepParticipant):
         self._move.finish()
 
     def close(self, lineage_id: int, step: int) -> None:
-        """The generation is over, in which this worker has made this step last, or all members have
-        the whole state."""
+        """The generation ends after this step, or all members have the whole state."""
         if self._move is not None:
             self._arrived |= self._move.arrived
             self._kept_at = lineage_id, step

@@ -73,8 +73,7 @@ class StateTransfer:
         self._bytes_per_s = _USUAL_BYTES_PER_S  # of the last copy
 
     def payload(self) -> StatePayload:
-        """Returns everything that another member may need. Needs no group, so it runs while one
-        forms."""
+        """Returns all that another member may need. Runs while a group forms."""
         progress = self._progress
         tree = self._state.tree(progress.evaluations, progress.ended)
         ours = {
@@ -125,8 +124,7 @@ class StateTransfer:
     def complete_join(
         self, group: ProcessGroup, plan: TransferPlan, payload: StatePayload | None, lineage_id: int
     ) -> None:
-        """Moves what does not travel in parts. If the state has got other tensors meanwhile, all of
-        it. Raises GroupError."""
+        """Moves what does not travel in parts; all, where the tensors are others now."""
         told, alike = self._tell(group, plan, payload)
         self._move(group, plan, told, alike, arrived=_moved(told) == self._moved)
         if payload is None:
@@ -139,8 +137,7 @@ class StateTransfer:
     def _tell(
         self, group: ProcessGroup, plan: TransferPlan, payload: StatePayload | None
     ) -> tuple[StatePayload, Sequence[int]]:
-        """Gives all members what the state of the source consists of, and the ranks that hold the
-        same tensors."""
+        """Tells all members what the source's state consists of, and who holds the same tensors."""
         ours = bytes(DIGEST_BYTES + LENGTH_BYTES)
         if payload is not None:
             ours = payload.digest + len(payload.text).to_bytes(LENGTH_BYTES, "little")
@@ -233,8 +230,7 @@ class StateTransfer:
         self._restored(tree["restored"], tree)
 
     def _share(self, tree: Any, step: int, device_types: Mapping[str, str]) -> Any:
-        """Hands out a restored state to the processes of this worker. Returns the part of this
-        one. `device_types`: see `StatePayload.of`."""
+        """Hands out a restored state to this worker's processes. Returns the part of this one."""
         assert self._gang is not None
         tree = tree | {"restored": step}
         parts = [self._state.part(tree, process) for process in range(self._gang.size)]

@@ -55,8 +55,7 @@ class Orphaned:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """Write a checkpoint of the state held since `generation`, together with the other
-    `writers`."""
+    """Write a checkpoint of the state held since `generation`, with the other `writers`."""
 
     generation: int
     writers: tuple[WorkerId, ...]
@@ -187,8 +186,7 @@ class WorkerControl:
         return min(left_s, threading.TIMEOUT_MAX)
 
     def wait(self) -> Membership | ConfirmLeft | CheckpointState | Orphaned:
-        """Waits outside of every generation for what to do next: enter the generation of a
-        membership, or something else. Raises Released."""
+        """Waits outside of every generation for what to do next. Raises Released."""
         with self._changed:
             while True:
                 if self._release is not None:

@@ -75,8 +75,7 @@ class WorkerProgress:
     def restored(
         self, step: int, evaluations: list[dict[str, float]], log_calls: int, *, is_last: bool
     ) -> None:
-        """Records a restored checkpoint, which was taken at the end of a body that called ctx.log
-        `log_calls` times."""
+        """Records a restored checkpoint, of a body that called ctx.log `log_calls` times."""
         self.evaluations = evaluations
         self.evaluations_begun = len(evaluations)
         self.ended = LAST_STEP if is_last else None

@@ -127,8 +127,7 @@ class ModelGuard:
             self.is_in_loss = False
 
     def written_by_losses(self) -> str | None:
-        """Returns the name of a parameter that was written to since the first loss function, or
-        None. Forgets the versions."""
+        """Returns a parameter that loss functions wrote to, or None. Forgets the versions."""
         before, self._of_leaves = self._of_leaves, None
         now = before and self._parameter_versions()
         if not before or not now or now == before:
@@ -184,8 +183,7 @@ class ModelGuard:
             raise _body_wrote("the optimizer's state")
 
     def clips_nothing(self) -> None:
-        """Raises an error if torch was called to clip no gradients: they are made after the loss
-        function, and gone when a body begins."""
+        """Raises an error if torch was called to clip no gradients, where there are none."""
         if self.is_in_loss:
             raise LossError(
                 "the loss function clips gradients and finds none: the backward pass comes after "

@@ -63,8 +63,7 @@ _MODULE, _USED = "#module", "!"  # begin facts about a module, and about what a 
 
 
 class VariablesGuard:
-    """Checks the bodies of one loop, and what its loss function refers to. Raises LossError where
-    that may not be used."""
+    """Checks the bodies of one loop, and what its loss function refers to."""
 
     def __init__(
         self, state: TrainState, buffers: ModuleBuffers, loss_fn: Any, inner_optimizer: Any = None

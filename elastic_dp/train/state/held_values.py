@@ -169,8 +169,7 @@ class HeldValues:
     # ---------------------------------------------------------------------------------- writing
 
     def write(self, given: Held, holder: Mapping[Any, Any], path: str) -> dict[str, Any]:
-        """Returns the values by name. They are those of `holder`, written in place, if possible.
-        Objects are written in place."""
+        """Returns the values by name. What can be is written in place."""
         for key, state in given["objects"].items():
             mine = _owner_of(holder.get(key))
             if not _is_object(mine):

@@ -153,8 +153,7 @@ class ModuleAttributes:
         return f"model.{self._modules[place][0]}.{key}".replace("..", ".")
 
     def _count_hooks(self) -> dict[str, int]:
-        """Returns the number of hooks, where modules have some. It looks for them if this process
-        has made any since the last time."""
+        """Returns the number of hooks, where modules have some."""
         if self._made != RemovableHandle.next_id:
             self._made = RemovableHandle.next_id
             self._hooks = {

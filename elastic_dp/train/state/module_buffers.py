@@ -121,8 +121,7 @@ class ModuleBuffers:
         self._committed_extra = [extra.read() for extra in self._extra]
 
     def after_leaf(self, virtual_worker: int, contributes: bool) -> None:
-        """Saves what this leaf wrote, and undoes it. Raises ModelError for what it may not
-        write."""
+        """Saves and undoes what this leaf wrote. Raises ModelError for what it may not write."""
         left = self._take() if self._own else _NOTHING
         if left.written:
             self.attributes.undo(
@@ -365,8 +364,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view of the memory as integers, which compare equal for NaN and tell 0.0 from
-    -0.0."""
+    """Returns a view as integers, which compare equal for NaN and tell 0.0 from -0.0."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(INTEGERS[tensor.element_size()])

@@ -122,8 +122,7 @@ class OptimizerState:
         }
 
     def gathered(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """Returns the state of each parameter, whole and on the host. `gather` is its
-        counterpart."""
+        """Returns the state of each parameter, whole, on the host. The others call `gather`."""
         return {
             p: {key: whole_of(value) for key, value in self.outer.state.get(p, {}).items()}
             for p in _optimized(self.outer)
@@ -185,8 +184,7 @@ class OptimizerState:
             self._held.know(group, group["params"])
 
     def _sort(self, group: dict[str, Any]) -> None:
-        """Gives a group the order of the model's parameters: one that is made from a set has
-        another order in each process."""
+        """Sorts a group as the model's parameters: the order of a set differs by process."""
         order = {p: number for number, p in enumerate(self._names)}
         names = group.get("param_names") or group["params"]
         pairs = list(zip(group["params"], names, strict=True))

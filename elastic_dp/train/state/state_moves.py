@@ -55,8 +55,7 @@ class Transfer(NamedTuple):
 
 
 def units_of(*flats: torch.Tensor) -> list[StateUnit]:
-    """Returns the units of byte vectors, which a member has, or has memory for. Small ones are
-    together in a unit."""
+    """Returns the units of byte vectors. Small ones are together in a unit."""
     groups, room = list[list[torch.Tensor]](), 0
     for flat in flats:
         for part in flat.split(UNIT_BYTES) if len(flat) else ():
@@ -131,8 +130,7 @@ def plan_rounds(
 
 
 class Move:
-    """One member's side of a move. All members make it with equal arguments and call its methods in
-    the same order."""
+    """One member's side of a move. All members make equal calls, with equal arguments."""
 
     def __init__(
         self,
@@ -172,8 +170,7 @@ class Move:
             self._land()
 
     def finish(self) -> int:
-        """Does all rounds that are left. Returns the bytes received in this move. Raises
-        GroupError."""
+        """Does all rounds that are left. Returns the bytes received. Raises GroupError."""
         while not self.is_done:
             if self._may_overlap():
                 self.begin()
@@ -267,8 +264,7 @@ class _Round:
 
 
 def on_host(group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the tensors on the host. Those of a device are copied at once, behind all that is
-    launched so far. Raises GroupError."""
+    """Returns the tensors on the host, copied behind what is launched. Raises GroupError."""
     remote = [tensor for tensor in tensors if accelerator_of(tensor.device).asynchronous]
     if not remote:
         return list(tensors)

@@ -27,8 +27,7 @@ Targets = Callable[[Any, Sequence[TensorSpec]], Mapping[int, torch.Tensor]]
 
 @dataclass(frozen=True)
 class StatePayload:
-    """A tree that is encoded: its JSON, and its tensors by slot, whose memory it shares if they
-    are dense."""
+    """An encoded tree: its JSON, and its tensors by slot, whose memory dense ones share."""
 
     encoded: Any
     specs: Sequence[TensorSpec]

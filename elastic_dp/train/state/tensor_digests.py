@@ -30,7 +30,6 @@ def sums_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of a tensor's bits as integers, of shape () on its device. Any flipped bit
-    changes it."""
+    """Returns the sum of a tensor's bits as integers, of shape () on its device."""
     integers = torch.int32 if tensor.is_complex() else INTEGERS[tensor.element_size()]
     return tensor.view(integers).sum(dtype=torch.int64)

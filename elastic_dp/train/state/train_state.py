@@ -354,8 +354,7 @@ class TrainState:
             self.optimizers.committed = step["held"]
 
     def digest(self) -> str:
-        """Returns the SHA-256 of names, shapes, dtypes and bytes of parameters and buffers, in
-        order."""
+        """Returns the SHA-256 of names, shapes, dtypes and bytes of parameters and buffers."""
         digest = hashlib.sha256()
         for name, tensor in [*self.parameters.items(), *self.model.named_buffers()]:
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())

@@ -155,8 +155,7 @@ def _one(
 
 @contextlib.contextmanager
 def _quietly(session: WorkerSession, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """A context without gradients in evaluation mode. Restores modes, buffers and random
-    numbers."""
+    """A context in evaluation mode, which restores modes, buffers and random numbers."""
     modes = [(module, module.training) for module in model.modules()]
     generators = (random.getstate(), np.random.get_state(), torch.get_rng_state())
     of_device = random_state(session.device)

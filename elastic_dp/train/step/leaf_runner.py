@@ -87,8 +87,7 @@ class Leaf(Protocol):
         """Returns the number of its first micro-batch in step 1."""
 
     def try_out(self, virtual_worker: int, batch: Any) -> MicroBatchResult | None:
-        """Runs on this micro-batch before the first step, and leaves the gradient in `p.grad`.
-        Returns None if there is none."""
+        """Runs on this micro-batch before the first step, into `p.grad`; None: no gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +209,7 @@ class FinishedWork:
 
 @dataclass
 class LeafRunner:
-    """`leaf`: makes the gradient of a virtual worker. `keeps_finished`: whether what is finished of
-    an aborted step can be used again."""
+    """`keeps_finished`: whether what is finished of an aborted step can be used again."""
 
     leaf: Leaf
     data: RowSource
@@ -258,8 +256,7 @@ class LeafRunner:
     def run_step(
         self, step: int, *, sends: bool = True, idle: bool = False
     ) -> dict[int, MicroBatchResult]:
-        """Runs this worker's share of the step; see `run`. Forgets what was finished of another
-        step, or from other inputs."""
+        """Runs this worker's share of the step; see `run`. Uses what is finished of it."""
         self._expected = 0, 0.0  # rows may be left out since the last attempt
         # An idle worker has nothing to send with what is finished.
         inputs = self._inputs(step)

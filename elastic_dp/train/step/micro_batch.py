@@ -98,8 +98,7 @@ class MicroBatchRunner:
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:
-        """A context for the micro-batch before the first step, which shows what the loss function
-        does."""
+        """A context for the micro-batch before the first step."""
         self._is_trial = True
         try:
             yield

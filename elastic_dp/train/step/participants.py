@@ -57,8 +57,7 @@ LeafGradients = Mapping[torch.Tensor, torch.Tensor | None]
 
 
 class StepParticipant:
-    """One thing that members agree on in a step. The methods do nothing unless they are
-    overridden."""
+    """One thing that members agree on in a step. Methods that are not overridden do nothing."""
 
     name: str  # of its entry in the header; no two participants of a step share one
     hears_all = False  # also the entries of workers that join gradually, and do not count yet
@@ -113,16 +112,14 @@ class StepParticipant:
         return {}
 
     def stopped(self) -> None:
-        """All members have agreed to end the run. Before they leave, they do what others need of
-        them. Raises GroupError."""
+        """All members end the run: does what others need before it. Raises GroupError."""
 
     def undo(self) -> None:
         """Discards the step. May be called more than once."""
 
 
 def propose_all(participants: Iterable[StepParticipant], gang: Gang | None = None) -> bytes:
-    """Returns this member's record: the entries of its process, or of all processes of its
-    worker."""
+    """Returns this member's record: the entries of each process of its worker."""
     proposed = ((one.name, one.propose()) for one in participants)
     own = msgpack.packb({name: entry for name, entry in proposed if entry})
     return msgpack.packb([own] if gang is None else gang.exchange(own))
@@ -213,8 +210,7 @@ class StopWish(StepParticipant):
 
 
 class CheckpointWish(StepParticipant):
-    """A request of any member for a checkpoint of this step. It waits while a member still writes
-    its last one."""
+    """A request for a checkpoint of this step. It waits while a member writes its last one."""
 
     name = "checkpoint"
 
@@ -343,8 +339,7 @@ class WeightComparison(StepParticipant):
 
 
 class DeviceConnections(StepParticipant):
-    """Whether the devices of all members are connected: then gradients travel between them from
-    the next step on."""
+    """Whether all devices are connected: then gradients use that from the next step on."""
 
     name = "devices"
     hears_all = True
@@ -434,8 +429,7 @@ def fields_of(optimizers: Iterable[torch.optim.Optimizer]) -> Fields:
 
 
 def record_of(fields: Fields, joined_after: int) -> bytes:
-    """Returns what a member sends where digests differ. `joined_after`: the step with whose state
-    it began."""
+    """Returns what a member sends where digests differ. `joined_after`: the step it began with."""
     return json.dumps({"joined": joined_after, "fields": fields}).encode()
 
 
@@ -555,8 +549,7 @@ def either_of(rows: Sequence[bytes]) -> bytes:
 
 
 class Participants:
-    """All participants of a step, in order, and the exchange of their entries. Some of them have
-    what a step itself needs."""
+    """All participants of a step, in order, and the exchange of their entries."""
 
     def __init__(
         self,
@@ -567,8 +560,7 @@ class Participants:
         others: Sequence[StepParticipant],
         gang: Gang | None = None,
     ) -> None:
-        """`others`: begin after `results`, in their order. `gang`: the processes of this worker,
-        if there are several."""
+        """`others`: begin after `results`. `gang`: the processes of this worker, if several."""
         self.results, self.stop, self.checkpoint, self.groups = results, stop, checkpoint, groups
         self.all: Sequence[StepParticipant] = [stop, checkpoint, groups, results, *others]
         names = [one.name for one in self.all]

@@ -27,8 +27,7 @@ AUTOCAST_DTYPES: dict[str | None, torch.dtype | None] = {
 
 @dataclass
 class LossScale:
-    """Dynamic loss scaling for fp16, which keeps small gradients from becoming zero, by the rule of
-    `torch.amp.GradScaler`."""
+    """Dynamic loss scaling for fp16, by the rule of `torch.amp.GradScaler`."""
 
     scale: float = 65536.0
     growth_interval: int = 2000

@@ -38,8 +38,7 @@ from elastic_dp.train.step.step_gradient import StepGradient
 
 @dataclass
 class Transaction:
-    """Runs steps for one session. `schedules`: what changes with the step in how a job is
-    distributed."""
+    """Runs steps. `schedules`: what changes with the step in how a job is distributed."""
 
     gradient: StepGradient
     participants: Participants
