@@ -100,10 +100,8 @@ def allocate_buffers(
     allocate: Callable[[], None], check: Callable[[], None], is_withheld: Callable[[], bool]
 ) -> None:
     """Calls `allocate`, and once more if memory was refused and an abandoned group has kept some.
-
     Before, it waits a moment for memory that `is_withheld`. `check` is called in waits and may
-    raise. Raises ClusterError if the host's memory is too short even so.
-    """
+    raise. Raises ClusterError if the host's memory is too short even so."""
 
     def waits() -> bool:
         check()

@@ -43,10 +43,8 @@ _PIECE_NUMEL = 1 << 18  # elements that are added and checked while they are in 
 
 
 class ReductionPlan:
-    """The collectives that a generation uses for all of its buckets.
-
-    `shares[r]` are the ranges of virtual workers of rank r, `topology` that of the membership.
-    """
+    """The collectives that a generation uses for all of its buckets. `shares[r]` are the ranges of
+    virtual workers of rank r, `topology` that of the membership."""
 
     def __init__(
         self,
@@ -117,10 +115,8 @@ class GradientBufferPool:
         self._free = []
 
     def keep_host_memory_only(self) -> None:
-        """Drops device memory, which the device's allocator caches by itself.
-
-        The host's allocator returns memory to the system, so host memory is kept here.
-        """
+        """Drops device memory, which the device's allocator caches by itself. The host's allocator
+        returns memory to the system, so host memory is kept here."""
         self._free = [memory for memory in self._free if memory.device.type == "cpu"]
 
     def take(
@@ -159,11 +155,9 @@ class GradientBufferPool:
 
 
 class BucketReduction:
-    """The exchange of one bucket within one generation.
-
-    `views[j][i]` is where this worker writes the sum of its subtree j for parameter i of the
-    bucket, `total_views[i]` where the finished sum of all workers is afterwards.
-    """
+    """The exchange of one bucket within one generation. `views[j][i]` is where this worker writes
+    the sum of its subtree j for parameter i of the bucket, `total_views[i]` where the finished sum
+    of all workers is afterwards."""
 
     def __init__(
         self,
@@ -397,11 +391,8 @@ class BucketReduction:
         return self.views[-1]
 
     def release(self, pool: GradientBufferPool) -> None:
-        """Returns the buffers to the pool.
-
-        A buffer of an abandoned operation is not used again before the operation is over, since it
-        may still write to it.
-        """
+        """Returns the buffers to the pool. A buffer of an abandoned operation is not used again
+        before the operation is over, since it may still write to it."""
         operations = [*chain.from_iterable(self._launched), *self._gathering]
         group = self._plan.group
 

@@ -44,9 +44,7 @@ _EXIT_CODE = 70  # of a process whose device has failed (EX_SOFTWARE)
 
 def load_kernels(accelerator: Accelerator) -> DeviceConnection:
     """Starts to load what the first communicator of a process loads, on a thread of its own.
-
-    Nothing waits for it. If it fails, the generation that connects next finds that out.
-    """
+    Nothing waits for it. If it fails, the generation that connects next finds that out."""
     alone = DeviceConnection(
         accelerator, dist.HashStore, rank=0, world_size=1, timeout_s=CONNECTING_LIMIT_S
     )
@@ -211,10 +209,8 @@ def _first_line(error: Exception) -> str:
 
 
 def abort_in_background(abort: Callable[[], None], limit_s: float | None = None) -> None:
-    """Runs `abort` of a communicator on a thread of its own, and returns at once.
-
-    The process ends if it takes longer than the limit: its device cannot be trusted any more.
-    """
+    """Runs `abort` of a communicator on a thread of its own, and returns at once. The process ends
+    if it takes longer than the limit: its device cannot be trusted any more."""
     limit_s = ABORT_LIMIT_S if limit_s is None else limit_s
     ended = threading.Event()
 

@@ -94,9 +94,7 @@ class DeviceTransport:
 
     def agree(self, step: int, *, connected: bool, why_not: str | None) -> None:
         """Acts on the header of a step, as every member does between the same two steps.
-
-        `connected`: the communicator stands on all members. `why_not`: connecting failed on one.
-        """
+        `connected`: the communicator stands on all members. `why_not`: connecting failed on one."""
         if self._attempt is None or self._switched:
             return
         attempts = len(self._connections)

@@ -30,10 +30,8 @@ UNCUT_BYTES = 4 << 20  # a model up to this size goes in one: a collective costs
 
 class GradientBucket:
     """Consecutive parameters of one dtype and device: `first` up to `last` of the layout.
-
     `rounding` is how their gradients are added and sent: each parameter's as whole blocks, of which
-    there are `blocks`. `first_block` is the number of the first one in the layout.
-    """
+    there are `blocks`. `first_block` is the number of the first one in the layout."""
 
     def __init__(
         self,

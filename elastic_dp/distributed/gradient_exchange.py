@@ -44,11 +44,8 @@ from elastic_dp.distributed.local_shards import is_sharded, sharded_like
 
 
 class GradientExchange:
-    """All members get the whole gradient.
-
-    From `finish` on, `finite` is whether the gradient is (None: not known yet), and `norm` its
-    norm.
-    """
+    """All members get the whole gradient. From `finish` on, `finite` is whether the gradient is
+    (None: not known yet), and `norm` its norm."""
 
     divided_by = 1  # what each gradient is divided by already
     norm_is_on_host = False  # where gradients are not

@@ -22,11 +22,9 @@ _NARROW = (torch.float16, torch.bfloat16)  # their norms are computed and return
 def squares_of_units(
     pieces: Sequence[torch.Tensor | None], device: torch.device | None = None
 ) -> torch.Tensor:
-    """Returns the sum of squares of each unit, of shape (units,) in fp64.
-
-    `pieces` is what `UnitLayout.pieces` returns. Units that another worker owns are None there, and
-    are 0 in the result. The result is on `device`, or on that of the first piece.
-    """
+    """Returns the sum of squares of each unit, of shape (units,) in fp64. `pieces` is what
+    `UnitLayout.pieces` returns. Units that another worker owns are None there, and are 0 in the
+    result. The result is on `device`, or on that of the first piece."""
     groups: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
     for number, piece in enumerate(pieces):
         if piece is not None:

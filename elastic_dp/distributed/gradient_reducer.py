@@ -236,7 +236,6 @@ class GradientReducer:
 
     def add_finished(self, node: Node, gradients: Gradients, merges: int, is_last: bool) -> None:
         """Adds the sum of a finished node in place of its leaves. `gradients` are given up.
-
         `merges`: how many sums before it the node is added to. `is_last`: no leaf comes after it.
         """
         self._begin(node, merges, is_last)
@@ -317,9 +316,7 @@ class GradientReducer:
 
     def finished(self) -> dict[Node, Gradients]:
         """Returns the sums of this worker's subtrees that are finished, after the step was aborted.
-
-        They are right as long as the step's inputs are; see `FinishedWork`.
-        """
+        They are right as long as the step's inputs are; see `FinishedWork`."""
         plan = self._plan
         if plan is None or not plan.exact or not plan.subtrees or self.late:
             return {}

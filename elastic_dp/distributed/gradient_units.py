@@ -54,9 +54,7 @@ class UnitLayout:
 
     def pieces(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Returns for each unit a view of shape (last - first,) into the tensor of its parameter.
-
-        `tensors` has a dense tensor for each parameter, such as its gradient, or None.
-        """
+        `tensors` has a dense tensor for each parameter, such as its gradient, or None."""
         pieces: list[torch.Tensor | None] = []
         for number, tensor in enumerate(tensors):
             units = self._first_unit[number + 1] - self._first_unit[number]

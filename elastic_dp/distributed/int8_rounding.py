@@ -141,11 +141,9 @@ def _write(values: torch.Tensor, records: torch.Tensor, key: tuple[int, int], fi
 
 
 def _drawn(blocks: int, key: tuple[int, int], first: int, device: torch.device) -> torch.Tensor:
-    """Returns an odd number of 16 bits for each element, of shape (blocks, BLOCK) in fp32.
-
-    Two elements share a counter. It is mixed as MurmurHash3 does last, in which every bit of the
-    input affects every bit of the output.
-    """
+    """Returns an odd number of 16 bits for each element, of shape (blocks, BLOCK) in fp32. Two
+    elements share a counter. It is mixed as MurmurHash3 does last, in which every bit of the input
+    affects every bit of the output."""
     x = torch.arange(blocks * (BLOCK // 2), dtype=torch.int32, device=device)
     x.add_(_signed(first * (BLOCK // 2) + key[0]))
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_signed(0x85EBCA6B))

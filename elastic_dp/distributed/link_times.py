@@ -40,9 +40,7 @@ def connections() -> dict[tuple[int, int], bool]:
 def sending_s(links: Connections) -> float:
     """Return the seconds in which something that was sent had not arrived, without waits for the
     receiver, of the connection with the least. If they are many, this process' own link is slow.
-
-    Connections that leave the machine count, if there are any.
-    """
+    Connections that leave the machine count, if there are any."""
     times = []
     for number, _ in [key for key, leaves in links.items() if leaves] or links:
         with contextlib.suppress(OSError, struct.error):

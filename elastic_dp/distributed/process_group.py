@@ -192,10 +192,8 @@ class ProcessGroup:
             raise CollectiveFailed(str(error).splitlines()[0]) from error
 
     def is_over(self, operation: Operation) -> bool:
-        """Returns whether the operation can no longer access its buffers.
-
-        That includes failed operations.
-        """
+        """Returns whether the operation can no longer access its buffers. That includes failed
+        operations."""
         return bool(operation.work.is_completed())
 
     @property
@@ -341,11 +339,8 @@ class RecordGather:
 
 
 class GroupFormation:
-    """Forms one process group on a thread of its own.
-
-    `wait` returns the group. It raises FormingFailed, or GroupAborted after `abort`, and leaves the
-    thread to end by itself.
-    """
+    """Forms one process group on a thread of its own. `wait` returns the group. It raises
+    FormingFailed, or GroupAborted after `abort`, and leaves the thread to end by itself."""
 
     def __init__(
         self,

@@ -45,10 +45,8 @@ def cover(first: int, last: int, virtual_workers: int) -> list[Node]:
 
 
 def cover_share(ranges: Iterable[Node], virtual_workers: int) -> list[Node]:
-    """Returns the largest subtrees that together are exactly the leaves of `ranges`, in order.
-
-    The ranges may touch, and they may come in any order.
-    """
+    """Returns the largest subtrees that together are exactly the leaves of `ranges`, in order. The
+    ranges may touch, and they may come in any order."""
     joined: list[Node] = []
     for first, last in sorted(ranges):
         if joined and joined[-1][1] == first:
@@ -58,11 +56,8 @@ def cover_share(ranges: Iterable[Node], virtual_workers: int) -> list[Node]:
 
 
 class TreeLeaf(NamedTuple):
-    """One virtual worker's turn in a worker's step.
-
-    `merges` is how many times its gradient, or the sum so far, is added to the top of the stack,
-    each time completing a node.
-    """
+    """One virtual worker's turn in a worker's step. `merges` is how many times its gradient, or the
+    sum so far, is added to the top of the stack, each time completing a node."""
 
     virtual_worker: int
     merges: int
@@ -70,11 +65,9 @@ class TreeLeaf(NamedTuple):
 
 @functools.lru_cache(1024)
 def fold(first: int, last: int, virtual_workers: int) -> list[TreeLeaf]:
-    """Returns the order in which a worker runs its leaves and adds them, subtree by subtree.
-
-    The sums form a stack, on which each leaf pushes what it completes. At the end the stack holds
-    exactly the nodes of `cover`, in order.
-    """
+    """Returns the order in which a worker runs its leaves and adds them, subtree by subtree. The
+    sums form a stack, on which each leaf pushes what it completes. At the end the stack holds
+    exactly the nodes of `cover`, in order."""
     leaves: list[TreeLeaf] = []
 
     def walk(node: Node) -> None:
@@ -93,10 +86,8 @@ def fold(first: int, last: int, virtual_workers: int) -> list[TreeLeaf]:
 
 
 def add_up(sums: Mapping[Node, T], root: Node, add: Callable[[T, T, Node], T]) -> T:
-    """Returns the sum of `root`, from the sums of nodes that together are exactly it.
-
-    `add(one, other, node)` returns the sum of `node`.
-    """
+    """Returns the sum of `root`, from the sums of nodes that together are exactly it. `add(one,
+    other, node)` returns the sum of `node`."""
 
     def walk(node: Node) -> T:
         if node in sums:
@@ -137,9 +128,7 @@ def reduction_rounds(
     rank: int, shares: Sequence[Share], virtual_workers: int, topology: Sequence[Sequence[int]] = ()
 ) -> list[ReductionRound]:
     """Returns the rounds of `rank`. `shares[r]` are the ranges of virtual workers of rank r.
-
-    `topology` is that of the membership. Without it there is one round.
-    """
+    `topology` is that of the membership. Without it there is one round."""
     everyone = len(shares)
 
     def covered(group: range) -> list[Node]:

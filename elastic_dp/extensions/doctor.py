@@ -32,10 +32,8 @@ _CONNECT_S = 5.0
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the doctor. `where` is the node; "" is this machine or all nodes.
-
-    With a warning a run works, but slowly; with a failure it does not work.
-    """
+    """One line of the doctor. `where` is the node; "" is this machine or all nodes. With a warning
+    a run works, but slowly; with a failure it does not work."""
 
     check: str
     level: Literal["ok", "warning", "fails"]

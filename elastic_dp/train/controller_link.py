@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 class ControllerLink(Protocol):
     """Messages to the controller. Classes that are derived from it leave out those that nobody
-    reads.
-
-    Posting never waits and never fails: the controller asks again for what was lost.
-    """
+    reads. Posting never waits and never fails: the controller asks again for what was lost."""
 
     def post(self, event: Event) -> None: ...
 
@@ -29,11 +26,8 @@ class ControllerLink(Protocol):
         ...
 
     def log(self, call: LogCall, previous: LogCall | None, metrics: Mapping[str, Any]) -> None:
-        """Records metrics. All workers send the same, and the receiver keeps the first.
-
-        `previous` is the call before this one, if it is known. The receiver asks again for what it
-        lacks.
-        """
+        """Records metrics. All workers send the same, and the receiver keeps the first. `previous`
+        is the call before this one, if it is known. The receiver asks again for what it lacks."""
         return
 
     def flush(self) -> None:

@@ -36,11 +36,9 @@ class Gang:
 
 
 def process_batches(data: BatchSource, gang: Gang) -> BatchSource:
-    """Returns the micro-batches of one process.
-
-    `data` is opened for N times as many virtual workers as the job has, where a worker has N
-    processes: process i runs micro-batch v * N + i for virtual worker v.
-    """
+    """Returns the micro-batches of one process. `data` is opened for N times as many virtual
+    workers as the job has, where a worker has N processes: process i runs micro-batch v * N + i for
+    virtual worker v."""
     return cast(BatchSource, _ProcessBatches(data, gang))
 
 

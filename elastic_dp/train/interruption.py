@@ -20,10 +20,7 @@ NO_HANDLERS = (
 
 def is_ours_to_handle(number: signal.Signals) -> bool:
     """Returns whether to handle this signal: in the main thread, unless the script has a handler of
-    its own.
-
-    Ray installs a handler that exits at once; it does not count.
-    """
+    its own. Ray installs a handler that exits at once; it does not count."""
     if threading.current_thread() is not threading.main_thread():
         return False
     present = signal.getsignal(number)

@@ -91,11 +91,9 @@ class LocalRun(ControllerLink, HeartbeatStatus):
         return 0 if self._session is None else self._session.position.step
 
     def run(self, train: TrainFunction) -> WorkerSession:
-        """Runs the train function. User errors are raised as they are, for pdb and pytest.
-
-        Ctrl-C and SIGTERM take a checkpoint at the head of the loop and raise Interrupted there. A
-        second signal ends the run at once.
-        """
+        """Runs the train function. User errors are raised as they are, for pdb and pytest. Ctrl-C
+        and SIGTERM take a checkpoint at the head of the loop and raise Interrupted there. A second
+        signal ends the run at once."""
         session = WorkerSession(
             spec=self.spec,
             worker="w1",
@@ -136,10 +134,8 @@ class LocalRun(ControllerLink, HeartbeatStatus):
 
     @contextlib.contextmanager
     def _interruptible(self, session: WorkerSession) -> Iterator[None]:
-        """Handles signals. Outside of the loop they end the run at once.
-
-        Their handlers do not change if this is not the main thread.
-        """
+        """Handles signals. Outside of the loop they end the run at once. Their handlers do not
+        change if this is not the main thread."""
 
         def interrupt(number: int, frame: FrameType | None) -> None:
             if self.control.interrupted or not session.loop.opened or session.loop.exhausted:

@@ -95,11 +95,8 @@ class StepsArguments:
 @dataclass
 class StepBuilder:
     """What a step is made of. `extend` of an extension gets it when only the arguments are there,
-    and may change what makes the other parts. Nothing runs yet.
-
-    `planned_checkpoint`: which steps have a checkpoint, as far as all members know before them;
-    None: there is no storage.
-    """
+    and may change what makes the other parts. Nothing runs yet. `planned_checkpoint`: which steps
+    have a checkpoint, as far as all members know before them; None: there is no storage."""
 
     given: StepsArguments
     spec: JobSpec

@@ -71,10 +71,8 @@ def check_loss_fn(name: str, given: Any) -> None:
 
 
 def check_function(name: str, given: Any, arguments: int, told: str) -> None:
-    """Raises SpecError unless `given` can be called with this number of arguments.
-
-    `told` describes them in the error.
-    """
+    """Raises SpecError unless `given` can be called with this number of arguments. `told` describes
+    them in the error."""
     must = f"must be a function of {told}"
     if not callable(given):
         raise SpecError(f"{name} is a {type(given).__name__}, {must}")

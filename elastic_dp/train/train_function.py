@@ -30,10 +30,8 @@ _EXIT_CODE = 70  # of a process whose device has failed (EX_SOFTWARE)
 
 
 def train_until_released(train: TrainFunction, session: WorkerSession) -> str:
-    """Runs the train function until this worker is released. Returns the reason.
-
-    An exception of user code is posted, not raised.
-    """
+    """Runs the train function until this worker is released. Returns the reason. An exception of
+    user code is posted, not raised."""
     with DeterministicKernels(session.spec.exact, session.inexact_because, session.device):
         try:
             try:

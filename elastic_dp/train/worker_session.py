@@ -369,10 +369,8 @@ class WorkerSession:
     # -------------------------------------------------------------------------- generations
 
     def ensure_generation(self) -> StepRecord | None:
-        """Enters a generation, if outside, and gets its state.
-
-        Returns the record of a step if the transfer brought one that this worker had not committed.
-        """
+        """Enters a generation, if outside, and gets its state. Returns the record of a step if the
+        transfer brought one that this worker had not committed."""
         while self._groups.main is None:
             self.report("wait")
             call = self.control.wait()
@@ -595,10 +593,8 @@ class WorkerSession:
 
     @property
     def _can_source(self) -> bool:
-        """Returns whether the run may start from this worker's weights.
-
-        It may not if the worker's code made them knowing that they do not count.
-        """
+        """Returns whether the run may start from this worker's weights. It may not if the worker's
+        code made them knowing that they do not count."""
         return self.is_source or not self.loop.read_is_source
 
     def _plans_checkpoint(self, step: int) -> bool:

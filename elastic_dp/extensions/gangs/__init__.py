@@ -22,10 +22,8 @@ from elastic_dp.train.step_builder import StepBuilder
 
 
 def extend(build: StepBuilder) -> None:
-    """Checks the arguments. Raises ModelError and SpecError.
-
-    All processes of a worker call it: parts of the model are gathered, one after another.
-    """
+    """Checks the arguments. Raises ModelError and SpecError. All processes of a worker call it:
+    parts of the model are gathered, one after another."""
     gang = build.gang
     assert gang is not None
     orders = GradientOrders(gang)

@@ -23,9 +23,7 @@ State = dict[str, Any]  # of one piece, as in `optimizer.state[p]`
 
 class StatePiece(NamedTuple):
     """The elements `first` up to `last` of a parameter, in the order in which they lie in memory.
-
-    `parameter` is its number in the model. A whole parameter keeps its shape.
-    """
+    `parameter` is its number in the model. A whole parameter keeps its shape."""
 
     parameter: int
     first: int
@@ -72,11 +70,9 @@ def part_of(piece: StatePiece, parameter: torch.Tensor, value: Any) -> Any:
 
 
 class PieceUpdates:
-    """Runs `step` of an optimizer of the same class on pieces.
-
-    The user's own optimizer keeps its groups, which a scheduler or the loop's body may change, and
-    has no state. The tensors and the state of each update are given.
-    """
+    """Runs `step` of an optimizer of the same class on pieces. The user's own optimizer keeps its
+    groups, which a scheduler or the loop's body may change, and has no state. The tensors and the
+    state of each update are given."""
 
     def __init__(
         self,

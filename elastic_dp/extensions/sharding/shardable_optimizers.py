@@ -81,11 +81,9 @@ def check_shardable(
 
 
 def _check_epsilon(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ModelError where Adafactor takes the epsilon of one parameter for another one.
-
-    For eps[0]=None it is that of a dtype: for all parameters of a group that of the first one that
-    has a gradient. A worker that updates only a part of them would take another.
-    """
+    """Raises ModelError where Adafactor takes the epsilon of one parameter for another one. For
+    eps[0]=None it is that of a dtype: for all parameters of a group that of the first one that has
+    a gradient. A worker that updates only a part of them would take another."""
     of_masters = isinstance(optimizer, MasterWeights)
     for number, group in enumerate(optimizer.param_groups):
         dtypes = {master_dtype(p) if of_masters else p.dtype for p in group["params"]}

@@ -208,12 +208,9 @@ class ShardedOptimizer(OptimizerHolders):
         return self._group is None or self._group.world_size <= ALL_HOLD
 
     def begin(self) -> None:
-        """Begins an attempt at a step: what another attempt prepared does not count any more.
-        Sends the next copies of pieces that have no backup.
-
-        Raises LoopError if user code wrote to the optimizer's state, which nothing would read, and
-        GroupError.
-        """
+        """Begins an attempt at a step: what another attempt prepared does not count any more. Sends
+        the next copies of pieces that have no backup. Raises LoopError if user code wrote to the
+        optimizer's state, which nothing would read, and GroupError."""
         state = self._optimizer.state
         if not isinstance(state, DividedState) or any(dict.values(state)):
             raise LoopError(
@@ -613,10 +610,8 @@ def slots_in(encoded: Any) -> Iterator[int]:
 
 class DividedState(defaultdict[Any, Any]):
     """An empty `optimizer.state`. Code that looks for state there, to change or to keep it, would
-    find none and go on, so that is a LoopError.
-
-    This package itself uses `get`, `pop`, `update` and the methods of `dict`.
-    """
+    find none and go on, so that is a LoopError. This package itself uses `get`, `pop`, `update` and
+    the methods of `dict`."""
 
     def __init__(self) -> None:
         super().__init__(dict)

@@ -22,11 +22,9 @@ _TINY = 1e-6  # Ray counts resources in ten-thousandths
 
 @dataclass(frozen=True, slots=True)
 class RunDemand:
-    """What one run wants and has.
-
-    `min_workers` and `size` are workers, standby included. `nodes` has the node of each worker that
-    has one. `needs` are the resources of a worker. `began_at` orders runs of equal priority.
-    """
+    """What one run wants and has. `min_workers` and `size` are workers, standby included. `nodes`
+    has the node of each worker that has one. `needs` are the resources of a worker. `began_at`
+    orders runs of equal priority."""
 
     name: str
     priority: int
@@ -47,10 +45,8 @@ class RunDemand:
 def worker_shares(
     demands: Iterable[RunDemand], nodes: Mapping[NodeId, Resources]
 ) -> dict[str, int]:
-    """Return the number of workers that each run may have, standby included.
-
-    `nodes` has the resources of each node for all these runs together: what is free, and what their
-    workers hold.
+    """Return the number of workers that each run may have, standby included. `nodes` has the
+    resources of each node for all these runs together: what is free, and what their workers hold.
     """
     ordered = sorted(demands, key=lambda run: (-run.priority, run.began_at, run.name))
     room = {node: dict(resources) for node, resources in nodes.items()}

@@ -34,11 +34,8 @@ _EVERY_S = 0.4  # a run of higher priority gets its first workers within two sec
 
 class ClusterSharing:
     """Limits one run for the others. `admit` waits until the run may begin; `start` watches it from
-    then on, and calls `post` with a changed limit.
-
-    `sizes` returns the minimum and the size that the run asks for; `held` returns the node of each
-    worker that has a process.
-    """
+    then on, and calls `post` with a changed limit. `sizes` returns the minimum and the size that
+    the run asks for; `held` returns the node of each worker that has a process."""
 
     def __init__(
         self,
@@ -145,11 +142,9 @@ class ClusterSharing:
 
 
 class PublishedDemands:
-    """What each run of the cluster asks for and has, as an entry of Ray's GCS.
-
-    An entry that has not changed for `_STALE_S` belongs to a controller that is gone. Clocks of
-    several machines are not compared.
-    """
+    """What each run of the cluster asks for and has, as an entry of Ray's GCS. An entry that has
+    not changed for `_STALE_S` belongs to a controller that is gone. Clocks of several machines are
+    not compared."""
 
     def __init__(self, name: str) -> None:
         self._key, self._beat = f"{_PREFIX}{name}".encode(), 0
@@ -188,10 +183,8 @@ def _demand(fields: Mapping[str, Any]) -> RunDemand:
 
 class ClusterRoom:
     """The resources of each node that the runs of this package can have, from one look to the next.
-
     What other programs use is what is neither free nor held by a run. A worker that has just got
-    its place is not published yet, so the smallest value of the last `_WINDOW_S` counts.
-    """
+    its place is not published yet, so the smallest value of the last `_WINDOW_S` counts."""
 
     def __init__(self) -> None:
         self._foreign: deque[tuple[float, Counter[tuple[str, str]]]] = deque()

@@ -55,10 +55,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CommitterActions:
-    """Callbacks of a committer, provided by the controller of the run.
-
-    All are called on the committer's thread.
-    """
+    """Callbacks of a committer, provided by the controller of the run. All are called on the
+    committer's thread."""
 
     request_blobs: Callable[[BlobsRequest], None]
     request_checkpoint: Callable[[], None]  # for one of the next steps
@@ -84,11 +82,8 @@ class CheckpointCommitter:
         lease_s: float,
         token: str | None = None,
     ) -> None:
-        """`token` identifies the holder of the lease.
-
-        A controller that takes over continues with the same token, and orphans recognise the lease
-        of their controller by it.
-        """
+        """`token` identifies the holder of the lease. A controller that takes over continues with
+        the same token, and orphans recognise the lease of their controller by it."""
         self._catalog, self._keep, self._actions = catalog, _keep_of(config), actions
         self._token = token or secrets.token_hex(8)
         self._holder = holder_of(catalog, lease_s, self._token)
@@ -128,20 +123,14 @@ class CheckpointCommitter:
 
     def find(self, found: Callable[[int | None], None]) -> None:
         """Calls `found` with the step of the newest checkpoint, or None, however long the storage
-        takes.
-
-        The run continues from that checkpoint.
-        """
+        takes. The run continues from that checkpoint."""
         self._tasks.put(
             lambda: found(self._persist("the checkpoints cannot be listed", self._resume))
         )
 
     def take_over(self) -> None:
-        """Continues in place of a controller that is gone.
-
-        Its newest committed checkpoint counts as committed, even if members report their parts of
-        it again.
-        """
+        """Continues in place of a controller that is gone. Its newest committed checkpoint counts
+        as committed, even if members report their parts of it again."""
 
         def resume() -> None:
             newest: int | None = self._persist("the checkpoints cannot be listed", self._resume)
@@ -151,10 +140,7 @@ class CheckpointCommitter:
 
     def reject(self, after_step: int, lineage_id: int) -> None:
         """Discards what was made after this step by members of lineage `lineage_id` or an earlier
-        one.
-
-        It is known to be wrong.
-        """
+        one. It is known to be wrong."""
 
         def reject() -> None:
             self._pending.clear()
@@ -314,11 +300,8 @@ class CheckpointCommitter:
             self._actions.tell(f"no checkpoint of step {step}: {error}")
 
     def _warn_unranked(self, step: int, metadata: CommitMetadata) -> None:
-        """Warns once if a checkpoint lacks the metric by which the best one is chosen.
-
-        A run that evaluates at other steps than it checkpoints would silently retain no best
-        checkpoint.
-        """
+        """Warns once if a checkpoint lacks the metric by which the best one is chosen. A run that
+        evaluates at other steps than it checkpoints would silently retain no best checkpoint."""
         name = self._keep.score_attribute
         if name is not None and name not in metadata.metrics and not self._warned_unranked:
             self._warned_unranked = True

@@ -39,11 +39,9 @@ def commit_without_controller(
     token: str,
     lease_s: float,
 ) -> str:
-    """Writes and commits the snapshot. Returns the outcome as a text for the log.
-
-    `token` is that of the controller's lease. `metadata`: what the worker knows of it. The function
-    waits for the lease up to `lease_s`, or a multiple of that if there are other orphans.
-    """
+    """Writes and commits the snapshot. Returns the outcome as a text for the log. `token` is that
+    of the controller's lease. `metadata`: what the worker knows of it. The function waits for the
+    lease up to `lease_s`, or a multiple of that if there are other orphans."""
     lease = Lease(f"orphan {worker}", f"{token}.{worker}", lease_s)
     holder = Holder(catalog.store, lease, time.monotonic, time.time)
     try:

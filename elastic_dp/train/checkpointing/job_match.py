@@ -35,11 +35,8 @@ def hyperparameters_of(
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Returns the arguments of the optimizer and the scheduler, and the `options` of `ctx.steps`,
-    as texts. Call it before the first step.
-
-    `total_steps` is the total that the code read: the code may have derived any argument from it,
-    and an argument such as a lambda has no text.
-    """
+    as texts. Call it before the first step. `total_steps` is the total that the code read: the code
+    may have derived any argument from it, and an argument such as a lambda has no text."""
     groups = optimizer.param_groups
     values = {
         f"the optimizer's {key}" + (f" (group {number})" if len(groups) > 1 else ""): value
@@ -90,10 +87,8 @@ def changes_since(then: Mapping[str, Any], now: Mapping[str, Any], step: int) ->
 
 
 def job_identity(spec: JobSpec) -> dict[str, Any]:
-    """Returns what determines a run's result besides its data.
-
-    These values must not change while the run keeps its name.
-    """
+    """Returns what determines a run's result besides its data. These values must not change while
+    the run keeps its name."""
     return {
         "virtual_workers": spec.scaling.num_virtual_workers,
         "micro_batch_size": spec.data.micro_batch_size,

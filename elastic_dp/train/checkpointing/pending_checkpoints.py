@@ -103,11 +103,9 @@ class PendingCheckpoint:
         return found
 
     def whole(self, *, at_end: bool) -> list[WorkerBlobs] | None:
-        """Returns the reports that make the checkpoint, once all of it is written.
-
-        `at_end`: members write nothing more. Then any state counts that is whole, or what is
-        written of all of them: what is equal on all, as the weights are, is whole in that.
-        """
+        """Returns the reports that make the checkpoint, once all of it is written. `at_end`:
+        members write nothing more. Then any state counts that is whole, or what is written of all
+        of them: what is equal on all, as the weights are, is whole in that."""
         if self.weights_differ and not at_end:
             return None  # the next step decides
         candidates = [*self.states(), self.written] if at_end else self.states()[:1]

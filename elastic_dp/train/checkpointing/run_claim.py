@@ -13,10 +13,8 @@ from elastic_dp.checkpoint.lease import Holder, Lease, Record
 
 
 def _machine() -> str:
-    """Returns a name of this boot of this machine and of this namespace of process ids, or "".
-
-    A host name is not enough: pods in the network of their host share it, and not the process ids.
-    """
+    """Returns a name of this boot of this machine and of this namespace of process ids, or "". A
+    host name is not enough: pods in the network of their host share it, and not the process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot[:13]}.{os.stat('/proc/self/ns/pid').st_ino}"

@@ -64,10 +64,8 @@ _OPTIONS = (
 
 
 class WorkerCheckpointer:
-    """The checkpoints of one worker.
-
-    The control thread calls `write`, the training thread every other method.
-    """
+    """The checkpoints of one worker. The control thread calls `write`, the training thread every
+    other method."""
 
     def __init__(
         self,
@@ -78,10 +76,8 @@ class WorkerCheckpointer:
         lease_token: str = "",
         lease_s: float = 60.0,
     ) -> None:
-        """`lease_token` and `lease_s` are those of the controller's lease on the run.
-
-        A worker that has lost its controller needs them (checkpoint_without_controller.py).
-        """
+        """`lease_token` and `lease_s` are those of the controller's lease on the run. A worker that
+        has lost its controller needs them (checkpoint_without_controller.py)."""
         self._catalog, self._config = catalog, config
         self._lease_token, self._lease_s = lease_token, lease_s
         self._worker, self._link = worker, link

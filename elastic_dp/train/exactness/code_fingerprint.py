@@ -22,11 +22,8 @@ from elastic_dp.module_pickling import is_installed
 
 
 def code_fingerprint(train: Any, *, constants: bool = True) -> str:
-    """Returns 16 hexadecimal digits.
-
-    Workers compare fingerprints without `constants`: a module of theirs may hold the name of its
-    host.
-    """
+    """Returns 16 hexadecimal digits. Workers compare fingerprints without `constants`: a module of
+    theirs may hold the name of its host."""
     walk = _Walk(constants)
     walk.visit("train", train)
     return walk.digest.hexdigest()[:16]

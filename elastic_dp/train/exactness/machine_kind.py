@@ -43,10 +43,8 @@ def _reduced(mkldnn: Any) -> str | None:
 
 
 def _processor() -> str:
-    """Returns the model of the CPU, by which MKL and oneDNN choose their kernels.
-
-    Vector units of different vendors add in different orders.
-    """
+    """Returns the model of the CPU, by which MKL and oneDNN choose their kernels. Vector units of
+    different vendors add in different orders."""
     try:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:

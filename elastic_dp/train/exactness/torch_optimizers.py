@@ -32,10 +32,8 @@ def may_write_to_gradients(
     kind: type[torch.optim.Optimizer], groups: Iterable[Mapping[str, Any]]
 ) -> bool:
     """Returns whether `step` of an optimizer of this class may write to the gradients it is given.
-
     Of those of `torch.optim` only SGD with Nesterov momentum does, where it updates many tensors
-    together, as it does on devices unless it is told otherwise.
-    """
+    together, as it does on devices unless it is told otherwise."""
     if not kind.__module__.startswith("torch.optim"):
         return True
     return kind is torch.optim.SGD and any(

@@ -36,10 +36,8 @@ class _Prepared:
 
 
 class GenerationGroups:
-    """The groups of one worker.
-
-    `main` is set while the worker is inside a generation. `membership` stays that of the last one.
-    """
+    """The groups of one worker. `main` is set while the worker is inside a generation. `membership`
+    stays that of the last one."""
 
     def __init__(
         self,
@@ -150,10 +148,8 @@ class GenerationGroups:
         self._side = None
 
     def leave(self) -> None:
-        """Leaves the generation. Its groups close later.
-
-        Peers may still be receiving what this worker sent for the step that all committed.
-        """
+        """Leaves the generation. Its groups close later. Peers may still be receiving what this
+        worker sent for the step that all committed."""
         if self.main is not None and self.main.on_device is not None:
             self.main.on_device.come_to_rest()
         self._old += [group for group in (self.main, self._side) if group is not None]

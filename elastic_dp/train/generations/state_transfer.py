@@ -86,10 +86,8 @@ class StateTransfer:
         self, group: ProcessGroup, plan: TransferPlan, payload: StatePayload | None, lineage_id: int
     ) -> int:
         """Sends the state to the receivers of `plan`, or receives it: all of it or nothing.
-
         `payload`: of a member that has the state. Returns the number of bytes received. Raises
-        GroupError.
-        """
+        GroupError."""
         self._enters(sends=payload is not None)
         told, alike = self._tell(group, plan, payload)
         nbytes = self._move(group, plan, told, alike)

@@ -21,10 +21,8 @@ from elastic_dp.errors import GroupAborted
 
 
 class Released(BaseException):
-    """Ends the user's train function in a worker that is released.
-
-    It is not an Exception, so user code does not catch it.
-    """
+    """Ends the user's train function in a worker that is released. It is not an Exception, so user
+    code does not catch it."""
 
 
 class Abortable(Protocol):
@@ -176,10 +174,8 @@ class WorkerControl:
         return value
 
     def orphaned_in_s(self) -> float:
-        """Returns the seconds until this worker counts as orphaned if no controller answers.
-
-        0 or less: it is orphaned.
-        """
+        """Returns the seconds until this worker counts as orphaned if no controller answers. 0 or
+        less: it is orphaned."""
         if self.renewed_at is None:
             return threading.TIMEOUT_MAX
         left_s = self.renewed_at() + self.orphan_timeout_s - time.monotonic()
@@ -232,9 +228,7 @@ class WorkerControl:
 
     def wait_until_ended(self) -> bool:
         """Waits until the present generation ends, when this worker has nothing left to do in it.
-
-        Returns False if no controller is expected any more.
-        """
+        Returns False if no controller is expected any more."""
         ended = EndSignal()
         self.abort_at_end(ended)
         self.idle = True
@@ -245,11 +239,9 @@ class WorkerControl:
         return not orphaned
 
     def may_attempt(self, step: int) -> str | None:
-        """Returns None if `step` may be attempted, or why this generation ends at this boundary.
-
-        An evaluation in the body of step k attempts k: a planned end before k aborts it, one at k
-        does not.
-        """
+        """Returns None if `step` may be attempted, or why this generation ends at this boundary. An
+        evaluation in the body of step k attempts k: a planned end before k aborts it, one at k does
+        not."""
         with self._changed:
             if self._release is not None:
                 raise Released(self._release)
@@ -274,10 +266,8 @@ class WorkerControl:
             self._attempting = None
 
     def leave(self) -> int:
-        """Leaves the present generation for good and returns its number.
-
-        Clears the requests that this answers.
-        """
+        """Leaves the present generation for good and returns its number. Clears the requests that
+        this answers."""
         with self._changed:
             self._inside, self._attempting = False, None
             self._ended = max(self._ended, self._generation)

@@ -13,10 +13,8 @@ LogCall = tuple[int, int]  # the step of a call of ctx.log, and its number withi
 
 @dataclass
 class WorkerProgress:
-    """The progress of one worker. Other parts only read the fields.
-
-    Each method is an event of the worker and updates every field that the event changes.
-    """
+    """The progress of one worker. Other parts only read the fields. Each method is an event of the
+    worker and updates every field that the event changes."""
 
     position: TrainingPosition = field(default_factory=lambda: TrainingPosition(0))
     has_state: bool = False
@@ -61,10 +59,8 @@ class WorkerProgress:
         return self.loop_left_with or (self.evaluations_begun, self.logged)
 
     def has_initial_state(self, lineage_id: int) -> None:
-        """Records that this worker holds the state with which generation `lineage_id` begins.
-
-        The state consists of its own weights or those of a checkpoint.
-        """
+        """Records that this worker holds the state with which generation `lineage_id` begins. The
+        state consists of its own weights or those of a checkpoint."""
         self.has_state, self.lineage_id = True, lineage_id
 
     def log_calls_of_body(self) -> int:

@@ -247,10 +247,7 @@ def checked(value: Any, path: str) -> Any:
 
 def refuse_shared_memory(found: Iterable[tuple[str, str, Any]]) -> None:
     """Raises ModelError for tensors whose memory overlaps, which are separate ones after a
-    transfer.
-
-    Each entry is (kind, path, tensor). Equal views within one kind are allowed.
-    """
+    transfer. Each entry is (kind, path, tensor). Equal views within one kind are allowed."""
     spans = sorted(
         ((str(getattr(x, "device", "cpu")), *_span(x)), kind, path, _view(x))
         for kind, path, x in found

@@ -88,10 +88,8 @@ class ModuleBuffers:
             self._leaves[_BODY] = self._take()
 
     def unread(self) -> list[torch.Tensor]:
-        """Returns what `take` needs on the host: the buffers that a leaf may have written.
-
-        To compare each of them on the device, the host would have to wait for each.
-        """
+        """Returns what `take` needs on the host: the buffers that a leaf may have written. To
+        compare each of them on the device, the host would have to wait for each."""
         unread = (leaf for leaf in self._leaves.values() if not leaf.is_read)
         return [tensor for leaf in unread for tensor in leaf.values.values()]
 
@@ -143,11 +141,8 @@ class ModuleBuffers:
         self._leaves |= leaves
 
     def undo(self, *, tried: bool = False) -> None:
-        """Restores the committed buffers and discards the step.
-
-        `tried`: the trial micro-batch before the first step just ran, which shows how large buffers
-        are written.
-        """
+        """Restores the committed buffers and discards the step. `tried`: the trial micro-batch
+        before the first step just ran, which shows how large buffers are written."""
         if tried:
             self.attributes.tried()
             self._committed_extra = [extra.read() for extra in self._extra]
@@ -179,9 +174,7 @@ class ModuleBuffers:
         self, payloads: Sequence[bytes], changed: Sequence[int], virtual_workers: int
     ) -> dict[int, torch.Tensor]:
         """Returns the new value of everything that was changed, from the payloads of all ranks.
-
-        Raises ModelError for values that must agree and do not.
-        """
+        Raises ModelError for values that must agree and do not."""
         copies: dict[int, dict[int, torch.Tensor]] = {i: {} for i in changed}
         for payload in payloads:
             for v, contents in msgpack.unpackb(payload, strict_map_key=False).items():

@@ -35,10 +35,8 @@ _SCHEDULER = "scheduler.state_dict()"
 
 
 class OptimizerState:
-    """The state of an optimizer. Raises ModelError for state that cannot be sent.
-
-    `committed` is what is held, as of the last commit: {"optimizers": …, "scheduler": …}.
-    """
+    """The state of an optimizer. Raises ModelError for state that cannot be sent. `committed` is
+    what is held, as of the last commit: {"optimizers": …, "scheduler": …}."""
 
     def __init__(
         self,
@@ -106,10 +104,8 @@ class OptimizerState:
     def state(
         self, of_parameters: Mapping[torch.Tensor, Mapping[str, Any]] | None = None
     ) -> dict[str, Any]:
-        """Returns what only steps change. Tensors are the optimizers' own.
-
-        `of_parameters` is the state of the parameters, if the optimizer does not have it itself.
-        """
+        """Returns what only steps change. Tensors are the optimizers' own. `of_parameters` is the
+        state of the parameters, if the optimizer does not have it itself."""
         tree = self._state_of(*self._all[0], of_parameters)
         inner = [
             None if one.state is self.outer.state else self._state_of(path, one)

@@ -92,9 +92,7 @@ class PreviousStep:
 
     def check(self, losses: Mapping[int, tuple[float, float]]) -> None:
         """Raises LossError if a micro-batch of this step gave another loss when it was run again.
-
-        `losses`: each with its weight, by virtual worker.
-        """
+        `losses`: each with its weight, by virtual worker."""
         for v, (loss, weight) in losses.items():
             before, weight_before = self._losses.get(v, (loss, 0.0))
             same = loss == before or (math.isnan(loss) and math.isnan(before))

@@ -97,10 +97,8 @@ def plan_rounds(
     limit: int,
 ) -> list[list[Transfer]]:
     """Returns the transfers of each round, after which the ranks in `need[unit]` have each unit.
-
     Only ranks that have a unit when a round begins send it in that round. In each, a member sends
-    or receives about `limit` bytes, or one unit.
-    """
+    or receives about `limit` bytes, or one unit."""
     present = [sorted(ranks) for ranks in have]
     missing = [sorted(set(ranks).difference(some)) for ranks, some in zip(need, have, strict=True)]
     sent, received = defaultdict[int, int](int), defaultdict[int, int](int)

@@ -97,9 +97,7 @@ def rehome_state(
     device_types: Mapping[str, str],
 ) -> Any:
     """Returns the tree with each tensor copied once: to those that `targets` names, or to new ones.
-
-    `device_types`: see `StatePayload.of`.
-    """
+    `device_types`: see `StatePayload.of`."""
     given = StatePayload.of(tree, device_types)
     own = _destinations(given.specs, device, targets(given.encoded, given.specs))
     for mine, tensor in zip(own, given.tensors, strict=True):

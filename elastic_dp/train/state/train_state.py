@@ -156,10 +156,8 @@ class TrainState:
 
     def layout(self) -> tuple[str, bytes]:
         """Returns a description of what must be equal on all members: its digest, and the
-        compressed text.
-
-        The text has one line for each name, shape and dtype, in the optimizer's order.
-        """
+        compressed text. The text has one line for each name, shape and dtype, in the optimizer's
+        order."""
         lines = [f"parameter {n} {tuple(p.shape)} {p.dtype}" for n, p in self.parameters.items()]
         buffers = self.model.named_buffers()
         lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in buffers]
@@ -187,12 +185,9 @@ class TrainState:
     def tree(
         self, evaluations: Sequence[dict[str, float]], ended: str | None, *, whole: bool = False
     ) -> dict[str, Any]:
-        """Returns the state as the source sends it.
-
-        What is sharded over the workers is not in it. Of what is sharded over the processes of this
-        worker it has the local parts, or with `whole`, for a checkpoint, all of it, for which the
-        other processes call `gather`.
-        """
+        """Returns the state as the source sends it. What is sharded over the workers is not in it.
+        Of what is sharded over the processes of this worker it has the local parts, or with
+        `whole`, for a checkpoint, all of it, for which the other processes call `gather`."""
         optimizers = self.optimizers
         of_parameters = None
         parameters = [whole_of(p) if whole else local_of(p) for p in self.parameters.values()]
@@ -267,11 +262,9 @@ class TrainState:
         self._preallocated = [spares(p) for p in parameters]
 
     def own_tensors(self, encoded: Any, specs: Sequence[TensorSpec]) -> dict[int, torch.Tensor]:
-        """Returns the tensors of a worker without state that receive in place, by slot.
-
-        These are parameters, buffers and preallocated optimizer state. `encoded` is the tree with
-        slots for its tensors.
-        """
+        """Returns the tensors of a worker without state that receive in place, by slot. These are
+        parameters, buffers and preallocated optimizer state. `encoded` is the tree with slots for
+        its tensors."""
         step = encoded["step"]
         buffers = dict(self.model.named_buffers())
         ours: dict[int, torch.Tensor] = {}
@@ -313,10 +306,8 @@ class TrainState:
 
     @torch.no_grad()
     def adopt(self, tree: Any, *, body: bool) -> None:
-        """Takes over what a step changes from a complete tree.
-
-        With `body`, on a worker that joins, it also takes over what loop bodies change.
-        """
+        """Takes over what a step changes from a complete tree. With `body`, on a worker that joins,
+        it also takes over what loop bodies change."""
         step = tree["step"]
         self.holders.take_over(step, joins=body)
         for mine, given in zip(self.parameters.values(), step["parameters"], strict=True):

@@ -31,10 +31,8 @@ from elastic_dp.train.step.participants import StepParticipant
 
 
 class WorkShares:
-    """Which virtual workers each member of a generation runs in a step.
-
-    `virtual_workers`: their number, by step. `equal`: members are meant to run equally many.
-    """
+    """Which virtual workers each member of a generation runs in a step. `virtual_workers`: their
+    number, by step. `equal`: members are meant to run equally many."""
 
     def __init__(self, virtual_workers: StepSchedule, *, equal: bool) -> None:
         self._schedule, self._equal = virtual_workers, equal
@@ -150,9 +148,7 @@ class OnePass:
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """What the gradients of a step depend on: a sum is used again only if all of it is the same.
-
-    Step and lineage stand for the weights and the rows.
-    """
+    Step and lineage stand for the weights and the rows."""
 
     step: int
     lineage_id: int  # of the worker's state
@@ -174,10 +170,8 @@ class FinishedNode:
 
 @dataclass(slots=True)
 class FinishedWork:
-    """The finished nodes of one step. No two of them overlap.
-
-    `inputs` is None for the last committed step; see extensions/delayed.
-    """
+    """The finished nodes of one step. No two of them overlap. `inputs` is None for the last
+    committed step; see extensions/delayed."""
 
     inputs: StepInputs | None = None
     nodes: dict[Node, FinishedNode] = field(default_factory=dict)
@@ -275,10 +269,8 @@ class LeafRunner:
         idle: bool = False,
     ) -> dict[int, MicroBatchResult]:
         """Runs the leaves of `share` that are not `finished`. Returns the results of all of them.
-
         With `sends`, the gradients of the last leaf are sent in its backward pass. An `idle` worker
-        runs none. Raises GroupError, and LossError if a loss function has changed a parameter.
-        """
+        runs none. Raises GroupError, and LossError if a loss function has changed a parameter."""
         self.state.model_guard.leaves_begin()
         self.speed.begin(self.micro_batches(step))
         last = share[-1][1] if sends and share else None

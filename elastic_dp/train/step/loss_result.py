@@ -22,11 +22,9 @@ LEAST_WEIGHT = 1e-30  # of a whole global batch
 def parse_loss(
     returned: Any, rows: int, unread: dict[str | None, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, float, dict[str, float]]:
-    """Returns the loss as a scalar tensor, its weight (default: `rows`), and the metrics.
-
-    Metrics that are on an asynchronous device are added to `unread`, if it is given, and are NaN
-    meanwhile. Raises LossError.
-    """
+    """Returns the loss as a scalar tensor, its weight (default: `rows`), and the metrics. Metrics
+    that are on an asynchronous device are added to `unread`, if it is given, and are NaN meanwhile.
+    Raises LossError."""
     metrics: Any = {}
     loss, weight = returned, rows
     if isinstance(returned, tuple):
@@ -72,9 +70,7 @@ def total_weight(step: int, results: Iterable[Any]) -> float:
 
 def mean(values: Sequence[tuple[float, float]]) -> float:
     """Returns the exact mean of (value, weight) pairs, in any order; nan if the total weight is 0.
-
-    Values near the limits of a float are added directly and may give inf or nan.
-    """
+    Values near the limits of a float are added directly and may give inf or nan."""
     parts, weight = [x * w for x, w in values], math.fsum([w for _, w in values])
     try:
         has_state = math.fsum(parts)
@@ -85,9 +81,7 @@ def mean(values: Sequence[tuple[float, float]]) -> float:
 
 def not_finite(step: int, results: Iterable[int], describe: Callable[[int, int], str]) -> LossError:
     """Returns the error for a gradient that is not finite, of `step` and these virtual workers.
-
-    `describe` names the rows of one.
-    """
+    `describe` names the rows of one."""
     return LossError(
         f"the gradient of step {step} is not finite although every loss is; the rows were: "
         + "; ".join(describe(step, v) for v in sorted(results)[:4])

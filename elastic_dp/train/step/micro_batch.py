@@ -27,10 +27,8 @@ LossFn = Callable[[Any, Any], Any]
 
 @dataclass(slots=True)
 class MicroBatchResult:
-    """The result of one virtual worker's forward pass.
-
-    `unread` are values that are still on a device: metrics by name, and the loss by None.
-    """
+    """The result of one virtual worker's forward pass. `unread` are values that are still on a
+    device: metrics by name, and the loss by None."""
 
     loss: float
     weight: float
@@ -112,9 +110,7 @@ class MicroBatchRunner:
         describe: Callable[[int, int], str],
     ) -> dict[int, MicroBatchResult]:
         """Returns the results with a weight, in the order of virtual workers. Raises LossError.
-
-        `describe`: returns the rows of a step and a virtual worker.
-        """
+        `describe`: returns the rows of a step and a virtual worker."""
         for v in sorted(results):
             result = results[v]
             if result.weight and not math.isfinite(result.loss) and self._state.loss_scale is None:
@@ -173,11 +169,8 @@ class MicroBatchRunner:
         return loss * scale, result
 
     def check_written(self) -> None:
-        """Raises LossError if a loss function has changed a parameter.
-
-        If it wrote to the parameter in the trial, too, where all values are compared, it only
-        writes the values back.
-        """
+        """Raises LossError if a loss function has changed a parameter. If it wrote to the parameter
+        in the trial, too, where all values are compared, it only writes the values back."""
         name = self._state.model_guard.written_by_losses()
         if name is None:
             return

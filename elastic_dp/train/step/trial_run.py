@@ -72,12 +72,9 @@ class TrialRun:
         )
 
     def warm_up(self) -> None:
-        """Runs one micro-batch and undoes it.
-
-        The group then need not wait while this worker compiles the model, chooses kernels, and
-        touches memory for the first time. A worker whose code raises here, whose device fails, or
-        that has too little memory, does not join.
-        """
+        """Runs one micro-batch and undoes it. The group then need not wait while this worker
+        compiles the model, chooses kernels, and touches memory for the first time. A worker whose
+        code raises here, whose device fails, or that has too little memory, does not join."""
         for _ in range(2):
             self._run_once(self._batch())
             self._undo(tried=True)
@@ -85,11 +82,9 @@ class TrialRun:
                 break
 
     def probe(self, because: list[str], say: Callable[[str], None]) -> None:
-        """Runs a micro-batch twice, on the worker that provides the initial state.
-
-        `because` holds the reasons so far why the run is not exact; the probe adds to it. Raises
-        DataError, LossError and ModelError.
-        """
+        """Runs a micro-batch twice, on the worker that provides the initial state. `because` holds
+        the reasons so far why the run is not exact; the probe adds to it. Raises DataError,
+        LossError and ModelError."""
         kernels = bool(because) or is_gpu(self.device)  # they may be the reason for a difference
         left: Facts = {}
         kept: Facts = {}
