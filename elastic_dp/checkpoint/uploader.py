@@ -1,7 +1,7 @@
 """Uploads checkpoints in the background: training continues as soon as the snapshot is made.
 
 - One upload runs at a time, since there is memory for one snapshot. `take` waits for the upload
-  before it. An automatic schedule (train/checkpointing/checkpoint_schedule.py) asks for the next
+  before it. An automatic schedule (`CheckpointSchedule`) asks for the next
   checkpoint after the last one is committed and never waits. A checkpoint at a fixed step, or one
   that is requested (a drain, `ctx.checkpoint`), may wait.
 - The store may be unreachable for minutes. A caller that must continue calls `ready` first, which

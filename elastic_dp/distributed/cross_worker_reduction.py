@@ -9,7 +9,7 @@ to node once. Two members with one subtree each exchange the whole bucket instea
 two has one order. Fast mode is one all-reduce per bucket.
 
 Where only some members need each element, since they hold the optimizer's state for it, a finished
-part goes to those that need it, and not to all (`piece_routes`).
+part goes to those that need it, and not to all (`piece_route`).
 
 With `wire=` (gradient_rounding.py) all of this is with rounded sums, in fewer bytes; the finished
 sum is converted last, on each rank.
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from elastic_dp.distributed.gradient_buckets import GradientBucket
-from elastic_dp.distributed.piece_routes import PieceRoute
+from elastic_dp.distributed.piece_assignment import PieceRoute
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_tree import (
     Node,

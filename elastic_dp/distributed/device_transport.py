@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -161,23 +162,17 @@ class DeviceTransport:
         input_sizes: Sequence[int],
     ) -> Any:
         sizes = output_sizes, input_sizes
-        if self._switched:
-            return self._launch((output, input), lambda of: of.all_to_all(output, input, *sizes))
-        given, received = self._copied(input), self._host_like(output)
-        return self._stage(
-            output,
-            received,
-            (given, received),
-            lambda: self._group.all_to_all(received, given, *sizes),
-        )
+        return self._exchange(output, input, lambda of, *ends: of.all_to_all(*ends, *sizes))
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Any:
+        return self._exchange(output, input, lambda of, *ends: of.all_gather(*ends))
+
+    def _exchange(self, output: torch.Tensor, input: torch.Tensor, start: Any) -> Any:
         if self._switched:
-            return self._launch((output, input), lambda of: of.all_gather(output, input))
+            return self._launch((output, input), lambda of: start(of, output, input))
         given, received = self._copied(input), self._host_like(output)
-        return self._stage(
-            output, received, (given, received), lambda: self._group.all_gather(received, given)
-        )
+        started = partial(start, self._group, received, given)
+        return self._stage(output, received, (given, received), started)
 
     def wait(self, operation: Any) -> None:
         """Orders what is launched later behind the operation. Raises GroupError."""

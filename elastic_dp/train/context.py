@@ -19,7 +19,7 @@ from elastic_dp.sampling.step_schedule import StepSchedule
 from elastic_dp.train.state.train_state import StepRecord
 from elastic_dp.train.step.micro_batch import LossFn
 from elastic_dp.train.step.participants import StepParticipant
-from elastic_dp.train.step_builder import StepsArguments
+from elastic_dp.train.steps_arguments import StepsArguments
 from elastic_dp.train.worker_session import WorkerSession
 
 if TYPE_CHECKING:

@@ -7,19 +7,18 @@ puts other parts in the place of the plain ones before they are made.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from elastic_dp.config import JobSpec
-from elastic_dp.config.field_checks import whole_number
 from elastic_dp.device.gpu import is_gpu, keep_cublas_config
 from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_norm import GradientClipping
 from elastic_dp.distributed.gradient_reducer import GradientReducer
-from elastic_dp.distributed.gradient_rounding import GradientRounding, Wire, check_wire
+from elastic_dp.distributed.gradient_rounding import Wire, check_wire
 from elastic_dp.distributed.local_shards import is_sharded
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.sampling.step_schedule import StepSchedule
@@ -35,7 +34,7 @@ from elastic_dp.train.state.train_state import OptimizerHolders, TrainState
 from elastic_dp.train.step.batch_source import BatchSource, RowSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
 from elastic_dp.train.step.leaf_runner import Leaf, LeafRunner, OnePass, WorkShares
-from elastic_dp.train.step.micro_batch import LossFn, MicroBatchRunner
+from elastic_dp.train.step.micro_batch import MicroBatchRunner
 from elastic_dp.train.step.participants import (
     BadRowGroups,
     Buffers,
@@ -52,44 +51,10 @@ from elastic_dp.train.step.precision import new_loss_scale
 from elastic_dp.train.step.step_gradient import FiniteGradient, StepGradient
 from elastic_dp.train.step.transaction import Transaction
 from elastic_dp.train.step.trial_run import TrialRun
-from elastic_dp.train.steps_arguments import check_steps_arguments
+from elastic_dp.train.steps_arguments import StepsArguments, check_steps_arguments
 
 if TYPE_CHECKING:
     from elastic_dp.train.state.previous_step import PreviousStep
-
-
-@dataclass(frozen=True)
-class StepsArguments:
-    """The arguments of `ctx.steps`."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    loss_fn: LossFn
-    scheduler: Any = None
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    precision: str | None = None
-    state: Mapping[str, Any] = field(default_factory=dict)
-    noise_scale_every: int | None = None
-    inner_optimizer: Callable[[torch.nn.Module, int], torch.optim.Optimizer] | None = None
-    inner_clip_norm: float | None = None
-    participants: Sequence[StepParticipant] = ()
-    rounding: Callable[[torch.dtype], GradientRounding] | None = None
-
-    @property
-    def rounding_name(self) -> str | None:
-        return None if self.rounding is None else getattr(self.rounding, "__qualname__", "other")
-
-    def check(self) -> None:
-        """Raises SpecError, ModelError or StateError for arguments that cannot be used."""
-        check_steps_arguments(self)
-        whole_number("noise_scale_every", self.noise_scale_every, 1)
-        for one in self.participants:
-            if not isinstance(one, StepParticipant):
-                raise SpecError(
-                    f"participants has a {type(one).__name__}, must have objects of classes that "
-                    "are derived from elastic_dp.StepParticipant"
-                )
 
 
 @dataclass
@@ -110,7 +75,7 @@ class StepBuilder:
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
-        self.given.check()
+        check_steps_arguments(self.given)
         self.parameters = dict(self.given.model.named_parameters())
         self.loss_scale = new_loss_scale(self.given.precision)
         self.rows: RowSource = self.data

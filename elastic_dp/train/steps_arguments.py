@@ -5,20 +5,45 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, MultiStepLR, OneCycleLR, StepLR
 
 from elastic_dp.checkpoint.codec import encode
+from elastic_dp.config.field_checks import whole_number
+from elastic_dp.distributed.gradient_rounding import GradientRounding
 from elastic_dp.errors import ModelError, RunMismatch, SpecError, StateError
+from elastic_dp.train.step.micro_batch import LossFn
+from elastic_dp.train.step.participants import StepParticipant
 from elastic_dp.train.step.precision import check_precision
 
-if TYPE_CHECKING:
-    from elastic_dp.train.step_builder import StepsArguments
+
+@dataclass(frozen=True)
+class StepsArguments:
+    """The arguments of `ctx.steps`."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_fn: LossFn
+    scheduler: Any = None
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    precision: str | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)
+    noise_scale_every: int | None = None
+    inner_optimizer: Callable[[torch.nn.Module, int], torch.optim.Optimizer] | None = None
+    inner_clip_norm: float | None = None
+    participants: Sequence[StepParticipant] = ()
+    rounding: Callable[[torch.dtype], GradientRounding] | None = None
+
+    @property
+    def rounding_name(self) -> str | None:
+        return None if self.rounding is None else getattr(self.rounding, "__qualname__", "other")
 
 
 def check_clipping(name: str, limit: Any) -> None:
@@ -28,7 +53,7 @@ def check_clipping(name: str, limit: Any) -> None:
 
 
 def check_steps_arguments(given: StepsArguments) -> None:
-    """Raises SpecError or ModelError for an argument of `ctx.steps` that cannot be used."""
+    """Raises SpecError, ModelError or StateError for arguments that cannot be used."""
     check_precision(given.precision)
     check_clipping("clip_norm", given.clip_norm)
     check_clipping("clip_value", given.clip_value)
@@ -63,6 +88,13 @@ def check_steps_arguments(given: StepsArguments) -> None:
                 "be the buffers of an nn.Module"
             )
         _check_state_dict(f"state[{key!r}]", value)
+    whole_number("noise_scale_every", given.noise_scale_every, 1)
+    for one in given.participants:
+        if not isinstance(one, StepParticipant):
+            raise SpecError(
+                f"participants has a {type(one).__name__}, must have objects of classes that are "
+                "derived from elastic_dp.StepParticipant"
+            )
 
 
 def check_loss_fn(name: str, given: Any) -> None:

@@ -68,8 +68,12 @@ from elastic_dp.train.step.micro_batch import MicroBatchRunner
 from elastic_dp.train.step.participants import RetryStep, StopAgreed, WeightComparison
 from elastic_dp.train.step.transaction import Transaction
 from elastic_dp.train.step.trial_run import TrialRun
-from elastic_dp.train.step_builder import StepBuilder, StepsArguments
-from elastic_dp.train.steps_arguments import check_schedule_lasts, decay_by_epochs
+from elastic_dp.train.step_builder import StepBuilder
+from elastic_dp.train.steps_arguments import (
+    StepsArguments,
+    check_schedule_lasts,
+    decay_by_epochs,
+)
 
 if TYPE_CHECKING:
     from elastic_dp.train.checkpointing.worker_checkpointer import (

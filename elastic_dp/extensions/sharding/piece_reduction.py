@@ -25,7 +25,7 @@ from elastic_dp.distributed.gradient_buckets import GradientBucket, GradientLayo
 from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_norm import GradientNorm, fold_squares, squares_of_units
 from elastic_dp.distributed.gradient_units import elements_per_unit
-from elastic_dp.distributed.piece_routes import HeldRanges, PieceRoute, piece_route
+from elastic_dp.distributed.piece_assignment import HeldRanges, PieceRoute, piece_route
 from elastic_dp.distributed.process_group import Operation, ProcessGroup
 from elastic_dp.extensions.sharding.sharded_optimizer import ShardedOptimizer
 

@@ -51,8 +51,12 @@ from elastic_dp.checkpoint.layout import TensorSpec
 from elastic_dp.checkpoint.snapshot import HeldPiece, HeldState
 from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.distributed.gradient_norm import GradientNorm
-from elastic_dp.distributed.piece_assignment import Holders, assign_pieces
-from elastic_dp.distributed.piece_routes import HeldRange, HeldRanges
+from elastic_dp.distributed.piece_assignment import (
+    HeldRange,
+    HeldRanges,
+    Holders,
+    assign_pieces,
+)
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
 from elastic_dp.extensions.sharding.parameter_gather import ParameterGather, digest_of_piece

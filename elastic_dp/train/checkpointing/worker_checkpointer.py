@@ -53,7 +53,7 @@ from elastic_dp.train.state.state_payload import rehome_state
 from elastic_dp.train.state.train_state import StepRecord, TrainState
 
 if TYPE_CHECKING:
-    from elastic_dp.train.step_builder import StepsArguments
+    from elastic_dp.train.steps_arguments import StepsArguments
     from elastic_dp.train.worker_session import WorkerSession
 
 # Of `ctx.steps`, which may change when a run continues.
