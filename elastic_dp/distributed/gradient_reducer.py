@@ -75,11 +75,9 @@ class GradientReducer:
         computes: bool = True,
     ) -> None:
         """`wire`: how gradients are rounded. `note` hears the number of each parameter, in layout
-        order, when it gets a gradient in a backward pass.
-
-        In exact mode two may share the work: one sends none of its sums, which `take_sums` returns,
-        and the other one, which `computes` nothing, what `add_finished` gives it.
-        """
+        order, when it gets a gradient in a backward pass. In exact mode two may share the work: one
+        sends none of its sums, which `take_sums` returns, and the other one, which `computes`
+        nothing, what `add_finished` gives it."""
         self._wire, self._note = wire, note
         self._computes, self._sends = computes, True
         self.exchange = exchange or GradientExchange(parameters.values())

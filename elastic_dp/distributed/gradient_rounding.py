@@ -33,12 +33,10 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 class GradientRounding(Protocol):
-    """How sums of gradients are kept, rounded and added.
-
-    A block of gradients is kept as a record. `node` is the subtree whose sum is rounded, `first`
-    the number of a tensor's first block among all blocks of the model: with the seed of the step
-    they determine what Q draws at random. Lists have one tensor for each parameter.
-    """
+    """How sums of gradients are kept, rounded and added. A block of gradients is kept as a record.
+    `node` is the subtree whose sum is rounded, `first` the number of a tensor's first block among
+    all blocks of the model: with the seed of the step they determine what Q draws at random. Lists
+    have one tensor for each parameter."""
 
     dtype: torch.dtype  # of the tensors that sums are kept in
     block: int  # elements of a gradient

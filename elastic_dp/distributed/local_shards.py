@@ -28,11 +28,9 @@ def local_of(tensor: Any) -> Any:
 
 def whole_of(tensor: Any) -> Any:
     """Returns everything but a `DTensor` as it is. The processes that hold one all call this: the
-    first of them gets the whole, on the host, and the others None.
-
-    The parts travel through the host. Otherwise the whole model would come together in the memory
-    of one device, for which it is too large.
-    """
+    first of them gets the whole, on the host, and the others None. The parts travel through the
+    host. Otherwise the whole model would come together in the memory of one device, for which it is
+    too large."""
     if not is_sharded(tensor):
         return tensor
     mine = tensor._local_tensor.detach().cpu().contiguous()

@@ -154,7 +154,6 @@ class ProcessGroup:
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Operation:
         """Gathers the flat `input` of all ranks in `output`: one after another, or in its rows.
-
         Small tensors go to all ranks at once. Gloo's own all-gather is a ring: a hop for each other
         rank, and twice the processor time. But what several members gather leaves their node once.
         """
@@ -286,12 +285,10 @@ class DevicePeerWatch:
 
 
 class RecordGather:
-    """Gathers one small record of every rank on every rank, in one collective of a fixed size.
-
-    All ranks start with the same size and grow it by the same rule: if a record did not fit, all
-    ranks see the length that it needs and gather again with that size. `launch` does not wait,
-    `collect` does.
-    """
+    """Gathers one small record of every rank on every rank, in one collective of a fixed size. All
+    ranks start with the same size and grow it by the same rule: if a record did not fit, all ranks
+    see the length that it needs and gather again with that size. `launch` does not wait, `collect`
+    does."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -443,8 +440,7 @@ class GroupFormation:
 class GlooDevice:
     """A listening socket and an event loop, for all generations of this process until forming one
     fails or is aborted: Gloo takes a connection that names a pair for the peer of this pair, now or
-    later, so strangers may hold those of its next pairs.
-    """
+    later, so strangers may hold those of its next pairs."""
 
     def __init__(self, address: str | None) -> None:
         self.address, self.spent = address, False
@@ -467,12 +463,10 @@ def use_interface(address: str | None) -> None:
 
 
 def prove(backend: Any, secret: bytes, name: str, *, rank: int, world_size: int) -> None:
-    """Has each two members prove the secret to each other, on the connection that they will use.
-
-    No two groups have the same `name`, so a proof is never used again. A process that listens in on
-    a connection cannot reuse a proof: the receiver has already accepted the sender's. Raises
-    ConnectionError.
-    """
+    """Has each two members prove the secret to each other, on the connection that they will use. No
+    two groups have the same `name`, so a proof is never used again. A process that listens in on a
+    connection cannot reuse a proof: the receiver has already accepted the sender's. Raises
+    ConnectionError."""
 
     def proof(sender: int, receiver: int) -> bytes:
         text = f"elastic_dp member {sender} to {receiver} of {world_size} in {name}"

@@ -161,12 +161,10 @@ class StoreBase(dist.Store):
 
 
 class RendezvousStore(StoreBase):
-    """Implements torch's interface for the backend of one group.
-
-    The members exchange in rounds. A member sends what it has set since the last round when it sets
-    a value, or waits for one that it does not have. So all of them must set and wait alike, as Gloo
-    and NCCL do. Raises DistStoreError if the records of the others do not arrive in time.
-    """
+    """Implements torch's interface for the backend of one group. The members exchange in rounds. A
+    member sends what it has set since the last round when it sets a value, or waits for one that it
+    does not have. So all of them must set and wait alike, as Gloo and NCCL do. Raises
+    DistStoreError if the records of the others do not arrive in time."""
 
     def __init__(
         self, member: _Member, send: Callable[[MemberRecord], None], timeout: timedelta

@@ -21,8 +21,7 @@ GATHER_S = 0.4  # how long a call waits for others
 
 class LoggedCall(NamedTuple):
     """A call of ctx.log. `previous` is the call before it, if it is known; `logged_at` is of the
-    worker's `time.monotonic`.
-    """
+    worker's `time.monotonic`."""
 
     call: LogCall
     previous: LogCall | None

@@ -189,7 +189,7 @@ class StepBuilder:
             micro_batches=self.micro_batches_of,
         )
         self.joining = GradualJoin(state, shares, allowed=self._joins_gradually)
-        results = self.results = Results(self.micro_batches, self.rows, self.gang)
+        results = self.results = Results(state, self.rows, self.gang)
         self.checkpoint = CheckpointWish(control)
         self.gradient = self.new_gradient(self.leaves, results, seed=spec.data.seed)
         participants = Participants(

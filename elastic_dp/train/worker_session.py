@@ -331,7 +331,8 @@ class WorkerSession:
                 self.leave(reason)
                 continue
             try:
-                self._groups.check_connection()
+                if self._groups.on_device is not None:
+                    self._groups.on_device.check_connection()
                 outcome = self.transaction.attempt(self.position.step + 1)
             except GroupError as error:
                 self.leave(error)
@@ -575,7 +576,7 @@ class WorkerSession:
         if new:  # the whole list follows at the end
             names = ", ".join(map(self.data.describe_row_group, new))
             self._warn(f"from step {record.number} on without what cannot be decoded: {names}")
-        for text in self._groups.news_of_devices():
+        for text in self._groups.on_device.news() if self._groups.on_device is not None else ():
             self._warn(text)
         is_last = bool(self.total_steps and record.number >= self.total_steps)
         self.progress.step_committed(record.number, is_last=is_last)

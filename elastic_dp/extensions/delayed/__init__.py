@@ -100,11 +100,10 @@ class DelayedGradient(StepGradient):
         self._virtual_workers = self.shares.virtual_workers(before)
 
     def close(self) -> None:
-        self.leaves.gradients.drop()
-        self.leaves.gradients.close()
         self._sender.drop()
         self._sender.close()
-        self._group = None
+        self.sums = self.leaves.gradients
+        super().close()
 
     def finished_nodes(self, step: int) -> tuple[Node, ...]:
         if self._held.nodes:

@@ -102,13 +102,10 @@ class GangReduction(GradientExchange):
 
 
 class GradientOrders(StepParticipant):
-    """In which order the processes of a worker got their gradients.
-
-    `fully_shard` runs a collective for each group of parameters when the model comes to it, and
-    torch pairs what processes send by its order. A model that takes other layers for other rows
-    pairs those of different layers, and where they have equal sizes, their values are mixed up
-    without an error.
-    """
+    """In which order the processes of a worker got their gradients. `fully_shard` runs a collective
+    for each group of parameters when the model comes to it, and torch pairs what processes send by
+    its order. A model that takes other layers for other rows pairs those of different layers, and
+    where they have equal sizes, their values are mixed up without an error."""
 
     name = "gradient_order"
 

@@ -93,10 +93,9 @@ class Aborted(NamedTuple):
 
 class GangStore(StoreBase):
     """The store in which torch's process groups of one worker meet. Every process has all values.
-
-    `change` takes a key, and the value to set or the number to add
-    to it, to the first process, where changes have one order, and returns the sum. The first
-    process has the others `apply` a change before it returns."""
+    `change` takes a key, and the value to set or the number to add to it, to the first process,
+    where changes have one order, and returns the sum. The first process has the others `apply` a
+    change before it returns."""
 
     def __init__(self, change: Callable[[str, bytes | int], int]) -> None:
         super().__init__(timedelta(minutes=5))  # a peer may be in a long download

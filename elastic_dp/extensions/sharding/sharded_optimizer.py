@@ -148,9 +148,7 @@ class ShardedOptimizer(OptimizerHolders):
         """Gives each member the pieces that it is to hold in this generation, but for backups of
         pieces that one member alone holds: these are copied in its first steps. All members are at
         the same step. Returns the number of bytes received. `at_once`: these are copied, too.
-
-        Raises PiecesLost if nobody holds some piece, and GroupError.
-        """
+        Raises PiecesLost if nobody holds some piece, and GroupError."""
         self.close()
         self._prepared = None
         world_size, rank = group.world_size, group.rank
@@ -260,11 +258,9 @@ class ShardedOptimizer(OptimizerHolders):
         used: AbstractSet[torch.Tensor],
         memory: Mapping[torch.dtype, torch.Tensor],
     ) -> None:
-        """Updates copies of what this member sends.
-
-        `gradients`: of the pieces that this member holds, shaped as `StatePiece.within` shapes
-        them; of the parameters in `used`, which are the same on all members. `memory`: see
-        `ParameterGather`; the same in all steps of a generation.
+        """Updates copies of what this member sends. `gradients`: of the pieces that this member
+        holds, shaped as `StatePiece.within` shapes them; of the parameters in `used`, which are the
+        same on all members. `memory`: see `ParameterGather`; the same in all steps of a generation.
         """
         gather = self._gather_of([p in used for p in self._parameters], memory)
         mine = {n: gradients[n] for n in [*gather.targets, *gather.backed] if n in self.held}
@@ -299,12 +295,9 @@ class ShardedOptimizer(OptimizerHolders):
     @torch.no_grad()
     def gather(self, norm: GradientNorm, *, compares: bool) -> set[int]:
         """Sends the updated parameters to all members, and waits for theirs and for the norm of the
-        gradient. Raises GroupError.
-
-        With `compares` it updates copies of what this member is the backup of, meanwhile. Returns
-        the primaries that have sent other bits, this member's own rank with them; empty if all are
-        equal.
-        """
+        gradient. Raises GroupError. With `compares` it updates copies of what this member is the
+        backup of, meanwhile. Returns the primaries that have sent other bits, this member's own
+        rank with them; empty if all are equal."""
         group, gather, prepared = self._group, self._gather, self._prepared
         assert group is not None and gather is not None and prepared is not None
         digests: dict[int, torch.Tensor] = {}

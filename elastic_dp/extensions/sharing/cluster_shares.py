@@ -70,12 +70,10 @@ def worker_shares(
 def limit_of(
     name: str, demands: Sequence[RunDemand], shares: Mapping[str, int], *, may_grow: bool
 ) -> int | None:
-    """Return how many workers a run may have because of the others; None: as many as it wants.
-
-    A run that trains is limited by runs of higher priority alone, one that is queued by all. If the
+    """Return how many workers a run may have because of the others; None: as many as it wants. A
+    run that trains is limited by runs of higher priority alone, one that is queued by all. If the
     cluster `may_grow`, only runs of higher priority that wait for workers limit it: otherwise what
-    it wants beyond its share is a reason to add nodes.
-    """
+    it wants beyond its share is a reason to add nodes."""
     others = [run for run in demands if run.name != name]
     own = next(run for run in demands if run.name == name)
     above = [run for run in others if run.priority > own.priority]
@@ -90,8 +88,7 @@ def _take(
     room: dict[NodeId, dict[str, float]], node: NodeId, needs: Resources, *, always: bool = False
 ) -> bool:
     """Take the resources of a worker from a node, if it has them. Return whether the worker is
-    there.
-    """
+    there."""
     has = room.get(node, {})
     if not always and any(has.get(kind, 0.0) < need - _TINY for kind, need in needs.items()):
         return False
@@ -104,8 +101,7 @@ def _take_anywhere(
     room: dict[NodeId, dict[str, float]], run: RunDemand, least: int, most: int
 ) -> int:
     """Take the resources of up to `most` workers from any nodes, or of none if they have not room
-    for `least`. Return how many.
-    """
+    for `least`. Return how many."""
     taken: list[NodeId] = []
     for node in sorted(room if run.usable is None else room.keys() & run.usable):
         while len(taken) < most and _take(room, node, run.needs):

@@ -98,8 +98,7 @@ class ClusterSharing:
 
     def _look(self, now: float, *, is_queued: bool) -> tuple[int | None, list[RunDemand]]:
         """Return how many workers, standby included, the other runs leave to this one (None: no
-        limit), and the demands of the others.
-        """
+        limit), and the demands of the others."""
         others = self._demands.others(now)
         own = self._demand(is_queued, with_nodes=bool(others))
         self._demands.publish(own)

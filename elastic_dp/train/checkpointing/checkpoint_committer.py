@@ -383,12 +383,10 @@ class CheckpointSchedule:
 
 
 def auto_interval_s(cost_s: float | None, upload_s: float) -> float:
-    """Returns the training time between two snapshots, in seconds.
-
-    It is at least the time of an upload: a snapshot that is not committed saves nothing. `cost_s`
-    is how long a checkpoint blocks training, None before the first one; `upload_s` is the time from
-    a snapshot to its commit record.
-    """
+    """Returns the training time between two snapshots, in seconds. It is at least the time of an
+    upload: a snapshot that is not committed saves nothing. `cost_s` is how long a checkpoint blocks
+    training, None before the first one; `upload_s` is the time from a snapshot to its commit
+    record."""
     if cost_s is None:
         return _FIRST_S
     return max(math.sqrt(2 * max(cost_s, 1e-3) * _BETWEEN_LOSSES_S), upload_s)

@@ -90,12 +90,9 @@ def read_collectively(
     needs_of: Callable[[Manifest], Sequence[Ranges] | None] = lambda manifest: None,
 ) -> ReadCheckpoint:
     """Returns the newest checkpoint that is whole: what `needs_of` returns for each rank, or all of
-    it if that is None.
-
-    Each member calls `enters` with "restore" before it reads, which may take as long as the store
-    needs, and with "receive" when it waits only for peers. Rank 0 calls `damaged` for each
-    checkpoint that is skipped. Raises CheckpointError if all checkpoints are damaged.
-    """
+    it if that is None. Each member calls `enters` with "restore" before it reads, which may take as
+    long as the store needs, and with "receive" when it waits only for peers. Rank 0 calls `damaged`
+    for each checkpoint that is skipped. Raises CheckpointError if all checkpoints are damaged."""
     commits = newest_first(catalog, damaged)
     while True:
         enters("restore")

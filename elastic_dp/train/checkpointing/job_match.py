@@ -104,8 +104,7 @@ def job_identity(spec: JobSpec) -> dict[str, Any]:
 
 def check_growth(then: Mapping[str, int], now: Mapping[str, int], step: int) -> None:
     """Raises RunMismatch if the batch of any of the first `step` steps has changed. How it grows
-    after them may change. The arguments are as `ScalingConfig.growth` has them.
-    """
+    after them may change. The arguments are as `ScalingConfig.growth` has them."""
     before, after = ({int(s): n for s, n in each.items() if int(s) < step} for each in (then, now))
     if before != after:
         first = min(s for s, _ in before.items() ^ after.items())

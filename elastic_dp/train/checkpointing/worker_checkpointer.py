@@ -116,11 +116,9 @@ class WorkerCheckpointer:
 
     def has_pieces_among(self, members: tuple[WorkerId, ...]) -> None:
         """Records that a generation of these members begins, who have divided the pieces of a
-        sharded optimizer's state among them.
-
-        If it begins with the step of the last snapshot, all take that checkpoint again: members
-        that have not taken it yet may hold no longer what those who are lost held with them.
-        """
+        sharded optimizer's state among them. If it begins with the step of the last snapshot, all
+        take that checkpoint again: members that have not taken it yet may hold no longer what those
+        who are lost held with them."""
         self._holders = members
         taken = self._uploader.snapshot.step
         if self._due_from == taken + 1:
@@ -207,12 +205,9 @@ class WorkerCheckpointer:
 
     def _take(self, step: int, members: tuple[WorkerId, ...], *, must: bool) -> bool:
         """Takes a snapshot and starts to write this member's share. Returns whether it did: memory
-        for a state that has grown is made ready first, unless it `must`.
-
-        Raises StateError if something in the state cannot be stored and the job takes checkpoints
-        of its own. If only others requested the checkpoint, it is skipped, and the user gets a
-        message.
-        """
+        for a state that has grown is made ready first, unless it `must`. Raises StateError if
+        something in the state cannot be stored and the job takes checkpoints of its own. If only
+        others requested the checkpoint, it is skipped, and the user gets a message."""
         by_job = self._requested or self._config.enabled
         state, progress = self._session.state, self._session.progress
         self._due_from, self._requested = step + 1, False
@@ -389,12 +384,10 @@ def _tree(state: TrainState, progress: WorkerProgress, *, whole: bool = True) ->
 
 
 def _places_here(commit: CommitRecord, state: TrainState) -> dict[str, str]:
-    """Returns the type of the device on which each tensor belongs here, by the tensor's name.
-
-    That is the type of the device that it was on, unless its parameter was on another type of
-    device than here: then it goes where the parameter is. As in torch's `load_state_dict`, counts
-    of steps stay on the host, unless the optimizer is fused or capturable.
-    """
+    """Returns the type of the device on which each tensor belongs here, by the tensor's name. That
+    is the type of the device that it was on, unless its parameter was on another type of device
+    than here: then it goes where the parameter is. As in torch's `load_state_dict`, counts of steps
+    stay on the host, unless the optimizer is fused or capturable."""
     found, moved = device_types(commit), dict[Any, str]()
     for n, p in enumerate(state.parameters.values()):
         kind = local_of(p).device.type

@@ -28,12 +28,10 @@ _STEPS = 3  # the first makes the state, and RAdam is rectified later only in it
 def parameters_to_keep_whole(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
 ) -> set[int]:
-    """Returns the numbers of the parameters that must not be updated in pieces.
-
-    It tries each combination of options, dtype and device once, on tensors of its own. It changes
-    neither the optimizer nor the global random state. Parameters that the optimizer does not have
-    are not returned.
-    """
+    """Returns the numbers of the parameters that must not be updated in pieces. It tries each
+    combination of options, dtype and device once, on tensors of its own. It changes neither the
+    optimizer nor the global random state. Parameters that the optimizer does not have are not
+    returned."""
     numbers = {id(p): number for number, p in enumerate(parameters)}
     whole: set[int] = set()
     for group in optimizer.param_groups:
@@ -61,12 +59,9 @@ def updates_equal_in_pieces(
     has_masters: bool = False,
 ) -> bool:
     """Returns whether `kind`, if it is in `ELEMENTWISE`, updates units to the bits of an update of
-    the whole parameter.
-
-    `options` are those of a parameter group. `has_masters`: within `MasterWeights`. The tensors
-    have the length of real units, since kernels treat long tensors otherwise (threads, chunks), and
-    a few short ones.
-    """
+    the whole parameter. `options` are those of a parameter group. `has_masters`: within
+    `MasterWeights`. The tensors have the length of real units, since kernels treat long tensors
+    otherwise (threads, chunks), and a few short ones."""
     if kind not in ELEMENTWISE or options.get("differentiable"):
         return False
     taken = inspect.signature(kind).parameters

@@ -19,6 +19,7 @@ from elastic_dp.coordinator.messages import Membership, PrepareGroup, WorkerId
 from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.distributed.abandoned_groups import drop_abandoned_groups
 from elastic_dp.distributed.device_connection import load_kernels
+from elastic_dp.distributed.device_transport import DeviceTransport
 from elastic_dp.distributed.process_group import (
     GroupFormation,
     ProcessGroup,
@@ -123,15 +124,10 @@ class GenerationGroups:
         if self.has_large_buffers:
             drop_abandoned_groups(0.0)  # returns at once
 
-    def check_connection(self) -> None:
-        """Raises FormingFailed if this member's device has failed while it was connected."""
-        if self.main is not None and self.main.on_device is not None:
-            self.main.on_device.check_connection()
-
-    def news_of_devices(self) -> list[str]:
-        """Returns what the user is to be told about connecting the devices, once."""
-        on_device = None if self.main is None else self.main.on_device
-        return [] if on_device is None else on_device.news()
+    @property
+    def on_device(self) -> DeviceTransport | None:
+        """The transport of gradients on a device, within a generation."""
+        return None if self.main is None else self.main.on_device
 
     def auxiliary(self) -> ProcessGroup:
         """Returns a second group of the members that train, for evaluations. Raises GroupError."""
@@ -150,8 +146,8 @@ class GenerationGroups:
     def leave(self) -> None:
         """Leaves the generation. Its groups close later. Peers may still be receiving what this
         worker sent for the step that all committed."""
-        if self.main is not None and self.main.on_device is not None:
-            self.main.on_device.come_to_rest()
+        if self.on_device is not None:
+            self.on_device.come_to_rest()
         self._old += [group for group in (self.main, self._side) if group is not None]
         self.main = self._side = None
 

@@ -35,12 +35,10 @@ _MAX_IN_FLIGHT = 2  # rounds
 
 @dataclass(frozen=True, slots=True)
 class StateUnit:
-    """A piece of state, with an equal number on all members.
-
-    `nbytes` is its size, equal on all members: the plan depends on it. If it is not `exact`, its
-    sender tells the size, which takes an exchange more. `read` returns the content as byte vectors
-    that follow each other; `write` takes it as one vector on the host.
-    """
+    """A piece of state, with an equal number on all members. `nbytes` is its size, equal on all
+    members: the plan depends on it. If it is not `exact`, its sender tells the size, which takes an
+    exchange more. `read` returns the content as byte vectors that follow each other; `write` takes
+    it as one vector on the host."""
 
     nbytes: int
     read: Callable[[], Sequence[torch.Tensor]]

@@ -58,8 +58,7 @@ class StatePayload:
     @classmethod
     def receive(cls, text: bytes, device: torch.device, targets: Targets | None) -> StatePayload:
         """Returns a payload like that with this text, whose tensors are to be written: those that
-        `targets` names, or new ones; without memory on a meta `device`. Raises
-        CollectiveFailed."""
+        `targets` names, or new ones; without memory on a meta `device`. Raises CollectiveFailed."""
         try:
             encoded, told = json.loads(text)
             specs = [TensorSpec.from_json(spec) for spec in told]

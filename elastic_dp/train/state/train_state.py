@@ -244,12 +244,9 @@ class TrainState:
 
     def preallocate(self) -> None:
         """Allocates memory for the optimizer's state on a worker that will join, so that the group
-        need not wait.
-
-        It allocates two tensors per parameter, as Adam needs, and a master where there are some,
-        and writes to them, since the first write to a page costs more than receiving it. It
-        allocates nothing for a state that is divided among the members.
-        """
+        need not wait. It allocates two tensors per parameter, as Adam needs, and a master where
+        there are some, and writes to them, since the first write to a page costs more than
+        receiving it. It allocates nothing for a state that is divided among the members."""
         if self.holders.is_divided:
             return
 

@@ -305,8 +305,7 @@ class LeafRunner:
             self.add(turn, None, contributes=False)
         else:
             self.leaf.run(turn)
-        if self.speed.measures:
-            self.speed.end_micro_batch()
+        self.speed.end_micro_batch()
         if self.meanwhile is not None:
             self.meanwhile()
 

@@ -44,8 +44,7 @@ class MicroBatchResult:
 
     def take_leaf_square(self, name: str, scaled: float) -> tuple[float, float]:
         """Removes this metric, the square of the norm of its gradient. Returns it for the gradient
-        of its mean loss, and its weight. `scaled`: what the loss was divided by for its weight.
-        """
+        of its mean loss, and its weight. `scaled`: what the loss was divided by for its weight."""
         factor = self.weight / scaled
         return self.metrics.pop(name) / factor**2, self.weight
 
@@ -103,20 +102,6 @@ class MicroBatchRunner:
         finally:
             self._is_trial = False
 
-    def counting(
-        self,
-        step: int,
-        results: Mapping[int, MicroBatchResult],
-        describe: Callable[[int, int], str],
-    ) -> dict[int, MicroBatchResult]:
-        """Returns the results with a weight, in the order of virtual workers. Raises LossError.
-        `describe`: returns the rows of a step and a virtual worker."""
-        for v in sorted(results):
-            result = results[v]
-            if result.weight and not math.isfinite(result.loss) and self._state.loss_scale is None:
-                raise not_finite_loss(result.loss, step, f"virtual worker {v}", describe(step, v))
-        return {v: results[v] for v in sorted(results) if results[v].weight}
-
     def batch(self, step: int, v: int) -> Any:
         # A transform draws here, or in a process.
         seed_everything(batch_seed(self._seed, step, self._key(v)))
@@ -127,15 +112,13 @@ class MicroBatchRunner:
     def forward(
         self, batch: Any, step: int, v: int, expected: float | None
     ) -> tuple[torch.Tensor | None, MicroBatchResult]:
-        """Returns the scaled loss to run backward from, or None if the weight is 0; and the
-        result. `expected`: the weight of the step, by which it is divided; None: it is not scaled.
-        """
+        """Returns the scaled loss to run backward from, or None if the weight is 0; and the result.
+        `expected`: the weight of the step, by which it is divided; None: it is not scaled."""
         self._report(f"compute {self._virtual_worker(step, v) if self.several else v}")
         seed_everything(seed_for(self._seed, step, self._key(v)))
         if batch is None:  # all its rows lie in bad row groups
             return None, MicroBatchResult(0.0, 0.0, {})
-        if self._speed.measures:
-            self._speed.start_micro_batch()
+        self._speed.start_micro_batch()
         begin_graph_iteration()
         # Where the whole loop is under autocast, weights as they were, or without a gradient, would
         # be used again.

@@ -18,6 +18,7 @@ an entry of its own in the step's header, which every member sends to all others
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.tensor_digests import digest_of
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.step.batch_source import RowSource
-from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner, take_read
+from elastic_dp.train.step.micro_batch import MicroBatchResult, not_finite_loss, take_read
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +151,8 @@ class Results(StepParticipant):
 
     name = "results"
 
-    def __init__(
-        self, micro_batches: MicroBatchRunner, data: RowSource, gang: Gang | None = None
-    ) -> None:
-        self._micro_batches, self._data, self._gang = micro_batches, data, gang
+    def __init__(self, state: TrainState, data: RowSource, gang: Gang | None = None) -> None:
+        self._state, self._data, self._gang = state, data, gang
         self._step = 0
         self.own: Mapping[int, MicroBatchResult] = {}  # of this member's virtual workers
         self.of_all: dict[int, MicroBatchResult] = {}  # from `prepare` on, those that count
@@ -183,7 +182,12 @@ class Results(StepParticipant):
         return None
 
     def prepare(self) -> None:
-        self.of_all = self._micro_batches.counting(self._step, self.of_all, self._data.describe)
+        """Keeps those with a weight, in the order of virtual workers. Raises LossError."""
+        of_all, step, describe = sorted(self.of_all.items()), self._step, self._data.describe
+        for v, one in of_all:
+            if one.weight and not math.isfinite(one.loss) and self._state.loss_scale is None:
+                raise not_finite_loss(one.loss, step, f"virtual worker {v}", describe(step, v))
+        self.of_all = {v: one for v, one in of_all if one.weight}
 
     def undo(self) -> None:
         self.own, self.of_all = {}, {}
