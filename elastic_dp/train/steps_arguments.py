@@ -95,6 +95,8 @@ def check_steps_arguments(given: StepsArguments) -> None:
                 f"participants has a {type(one).__name__}, must have objects of classes that are "
                 "derived from elastic_dp.StepParticipant"
             )
+        if hasattr(one, "send"):
+            raise SpecError(f"{type(one).__name__}.send of participants is gone: send in begin()")
 
 
 def check_loss_fn(name: str, given: Any) -> None:
