@@ -102,7 +102,7 @@ class SumsOfOneKind(NamedTuple):
     def rounded(self, gradients: Gradients, node: Node) -> Gradients:
         """Returns a list in which the gradients of these parameters are rounded."""
         given = gradients[self.first : self.last]
-        if all_present(given):
+        if all(map(is_given, given)):
             found = self.rounding.round(given, node, self.first_blocks)  # type: ignore[arg-type]
             return [*gradients[: self.first], *found, *gradients[self.last :]]
         there = [i for i in range(self.first, self.last) if gradients[i] is not None]
@@ -116,11 +116,6 @@ class SumsOfOneKind(NamedTuple):
             rounded[i] = one
         return rounded
 
-    def accumulate(self, sums: Gradients, gradients: Gradients, node: Node) -> None:
-        """Adds gradients of these parameters to their sums, where both are there."""
-        here = slice(self.first, self.last)
-        add_present(self.rounding, sums[here], gradients[here], node, self.first_blocks)
-
 
 def add_present(
     rounding: GradientRounding,
@@ -130,7 +125,7 @@ def add_present(
     blocks: Sequence[int],
 ) -> None:
     """Adds gradients to sums, where both are there."""
-    if all_present(sums) and all_present(gradients):
+    if all(map(is_given, sums)) and all(map(is_given, gradients)):
         rounding.accumulate(sums, gradients, node, blocks)  # type: ignore[arg-type]
         return
     pairs = zip(sums, gradients, blocks, strict=True)

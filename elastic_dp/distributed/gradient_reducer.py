@@ -230,7 +230,8 @@ class GradientReducer:
         """Prepares for the forward pass of `leaf`."""
         assert self._plan is not None
         merges = leaf.merges if self._plan.exact else min(1, len(self._stack))
-        self._begin((leaf.virtual_worker, leaf.virtual_worker + 1), merges, is_last)
+        v = leaf.virtual_worker
+        self._node, self._merges, self._is_last, self._last = (v, v + 1), merges, is_last, None
 
     def add_finished(self, node: Node, gradients: Gradients, merges: int, is_last: bool) -> None:
         """Adds the sum of a finished node in place of its leaves. `gradients` are given up.
@@ -405,7 +406,8 @@ class GradientReducer:
         for below in reversed(completed):
             node = (below.node[0], node[1])
             for kind in self._layout.kinds:
-                kind.accumulate(below.gradients, gradients, node)
+                here, blocks = slice(kind.first, kind.last), kind.first_blocks
+                add_present(kind.rounding, below.gradients[here], gradients[here], node, blocks)
             if below.is_complete:
                 gradients = below.gradients
             else:
@@ -519,4 +521,4 @@ class GradientReducer:
         for view, there in zip(views, current, strict=True):
             if there is None:
                 view.fill_(-0.0)
-        return bytes(one is not None for one in current)
+        return bytes(map(is_given, current))

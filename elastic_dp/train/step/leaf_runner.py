@@ -305,7 +305,8 @@ class LeafRunner:
             self.add(turn, None, contributes=False)
         else:
             self.leaf.run(turn)
-        self.speed.end_micro_batch()
+        if self.speed.measures:
+            self.speed.end_micro_batch()
         if self.meanwhile is not None:
             self.meanwhile()
 

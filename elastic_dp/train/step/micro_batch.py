@@ -118,7 +118,8 @@ class MicroBatchRunner:
         seed_everything(seed_for(self._seed, step, self._key(v)))
         if batch is None:  # all its rows lie in bad row groups
             return None, MicroBatchResult(0.0, 0.0, {})
-        self._speed.start_micro_batch()
+        if self._speed.measures:
+            self._speed.start_micro_batch()
         begin_graph_iteration()
         # Where the whole loop is under autocast, weights as they were, or without a gradient, would
         # be used again.
