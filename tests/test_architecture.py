@@ -288,7 +288,7 @@ BUDGETS = {
     "data": (7_840, 5_600),
     "dataprep": (1_515, 1_100),
     "device": (830, 620),
-    "distributed": (4_175, 3_100),
+    "distributed": (4_070, 3_100),
     "extensions": (4_100, 3_300),
     "integrations": (1_620, 950),
     "report": (1_245, 800),
@@ -296,7 +296,7 @@ BUDGETS = {
     "storage": (1_765, 1_250),
     "telemetry": (1_100, 750),
     "testing": (815, 600),
-    "train": (11_270, 6_000),
+    "train": (11_020, 6_000),
     "ui": (315, 400),
 }
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from elastic_dp.device.accelerator import install
-from elastic_dp.distributed import process_group
+from elastic_dp.distributed import abandoned_groups
 from elastic_dp.distributed.process_group import connect_devices
 from elastic_dp.distributed.reduction_tree import fold
 from elastic_dp.testing.simulated_device import SimulatedAccelerator
@@ -18,7 +18,7 @@ from tests.patience import PATIENCE_S
 def _dropped_here(monkeypatch):
     """Groups go with their test, and not on a thread that may outlive the interpreter."""
     left = []
-    monkeypatch.setattr(process_group._abandoned_groups, "add", left.append)
+    monkeypatch.setattr(abandoned_groups, "abandon", left.append)
     yield
     left.clear()
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
 from elastic_dp.device import nccl_communicator
-from elastic_dp.distributed import abort_limit, device_connection
+from elastic_dp.distributed import device_connection
 from elastic_dp.distributed.device_connection import DeviceConnection, load_kernels
 from elastic_dp.errors import FormingFailed, GroupAborted
 from tests.distributed.hanging_device import Keys, Locking, NeverConnects, OfHanging, connection
@@ -66,9 +66,9 @@ def fails(check):
 def test_connecting_that_blocks_an_abort_ends_no_process(afterwards, monkeypatch):
     """A peer is lost while NCCL connects: its members go on, and nobody waits for the library. What
     it does afterwards, also without asking whether the attempt goes on, changes nothing."""
-    monkeypatch.setattr(abort_limit, "ABORT_LIMIT_S", 0.05)
+    monkeypatch.setattr(device_connection, "ABORT_LIMIT_S", 0.05)
     exited, locking = threading.Event(), Locking(afterwards)
-    monkeypatch.setattr(abort_limit.os, "_exit", lambda code: exited.set())
+    monkeypatch.setattr(device_connection.os, "_exit", lambda code: exited.set())
     accelerator = OfHanging(locking)
     locking.may_end.clear()
     one = connection(accelerator, Keys(OTHER))

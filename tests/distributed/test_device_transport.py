@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elastic_dp.device.accelerator import install
-from elastic_dp.distributed import abort_limit, device_connection, device_transport
+from elastic_dp.distributed import device_connection, device_transport
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import ProcessGroup, RecordGather
 from elastic_dp.errors import CollectiveFailed, GroupAborted
@@ -273,15 +273,15 @@ def test_a_planned_end_does_not_abort_in_the_training_thread(hanging):
 
 def test_a_worker_whose_abort_does_not_end_exits(hanging, monkeypatch):
     exited = threading.Event()
-    monkeypatch.setattr(abort_limit, "ABORT_LIMIT_S", 0.01)
-    monkeypatch.setattr(abort_limit.os, "_exit", lambda code: exited.set())
+    monkeypatch.setattr(device_connection, "ABORT_LIMIT_S", 0.01)
+    monkeypatch.setattr(device_connection.os, "_exit", lambda code: exited.set())
     group, _ = hanging
     group.abort()
     assert exited.wait(PATIENCE_S)
 
 
 def test_a_worker_whose_abort_ends_goes_on(hanging, monkeypatch):
-    monkeypatch.setattr(abort_limit.os, "_exit", lambda code: pytest.fail("exited"))
+    monkeypatch.setattr(device_connection.os, "_exit", lambda code: pytest.fail("exited"))
     group, communicator = hanging
     communicator.may_end.set()
     group.abort()
@@ -299,7 +299,7 @@ def test_device_that_no_abort_frees_ends_the_process(monkeypatch):
     def exits(code):
         raise Exited
 
-    monkeypatch.setattr(abort_limit.os, "_exit", exits)
+    monkeypatch.setattr(device_connection.os, "_exit", exits)
     exited = threading.Event()
 
     def act(group):

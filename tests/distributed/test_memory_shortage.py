@@ -8,11 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from elastic_dp.distributed import abandoned_groups, memory_shortage
+from elastic_dp.distributed import abandoned_groups
+from elastic_dp.distributed.abandoned_groups import allocate_buffers, drop_abandoned_groups
 from elastic_dp.distributed.gradient_reducer import GradientReducer
-from elastic_dp.distributed.memory_shortage import allocate_buffers
-from elastic_dp.distributed.piece_routes import HeldRange
-from elastic_dp.distributed.process_group import drop_abandoned_groups
+from elastic_dp.distributed.piece_assignment import HeldRange
 from elastic_dp.errors import ClusterError, GroupAborted
 from tests.distributed.meeting import InMemory, form
 from tests.distributed.members import named, run_and_send
@@ -77,7 +76,7 @@ def test_next_generation_uses_memory_again_that_operations_of_the_last_one_kept(
 ):
     """A worker that is lost in an exchange leaves those of the others in flight. Where the buffers
     are small, nobody waits for them: new ones are made."""
-    monkeypatch.setattr(memory_shortage, "LARGE_BYTES", 0 if large else 1 << 40)
+    monkeypatch.setattr(abandoned_groups, "LARGE_BYTES", 0 if large else 1 << 40)
 
     def first(group):
         p = torch.nn.Parameter(torch.zeros(NUMEL))
@@ -151,7 +150,7 @@ def test_a_real_shortage_is_told_at_once_and_says_the_way_out():
     with pytest.raises(ClusterError, match=r"4096 bytes.*more memory.*sharding=\"optimizer\""):
         allocate_buffers(refused, lambda: None, not_withheld)
     assert len(calls) == 1
-    assert time.monotonic() - started < memory_shortage._LIMIT_S / 2
+    assert time.monotonic() - started < abandoned_groups._LIMIT_S / 2
 
 
 @pytest.mark.parametrize(

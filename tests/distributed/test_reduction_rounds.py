@@ -7,8 +7,7 @@ from itertools import accumulate, pairwise
 import pytest
 
 from elastic_dp.coordinator.planning.equal_ranges import ranges_by_node
-from elastic_dp.distributed.reduction_rounds import reduction_rounds
-from elastic_dp.distributed.reduction_tree import add_up, cover
+from elastic_dp.distributed.reduction_tree import add_up, cover, reduction_rounds
 from tests.distributed.test_reduction_tree import whole
 
 Topology = tuple[tuple[int, ...], ...]

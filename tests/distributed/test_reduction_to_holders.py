@@ -9,7 +9,7 @@ import torch
 
 from elastic_dp.distributed import gradient_buckets
 from elastic_dp.distributed.gradient_reducer import GradientReducer
-from elastic_dp.distributed.piece_routes import HeldRange
+from elastic_dp.distributed.piece_assignment import HeldRange
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.extensions.sharding.piece_reduction import PieceReduction
 from tests.distributed.members import _dropped_here, finish, named, of_each, run_and_send  # noqa: F401

@@ -46,7 +46,11 @@ def test_participant_reports_a_metric_and_ends_the_run():
 
 @pytest.mark.parametrize(
     ("participants", "message"),
-    [([object()], "participants has a object"), ([CODE["DiskSpace"]("/", 0.0)] * 2, "disk_space")],
+    [
+        ([object()], "participants has a object"),
+        ([CODE["DiskSpace"]("/", 0.0)] * 2, "disk_space"),
+        ([type("Old", (edp.StepParticipant,), {"send": print})()], r"send in begin\(\)"),
+    ],
 )
 def test_participants_that_cannot_be_used_are_refused(participants, message):
     with pytest.raises(SpecError, match=message):

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.distributed.local_shards import local_of, whole_of
 from elastic_dp.errors import ClusterError, ModelError
-from elastic_dp.extensions.gangs import check_gang, gang_kind
-from elastic_dp.extensions.gangs.gang_kind import kind_of_gang
+from elastic_dp.extensions.gangs import check_gang, gang_mesh
+from elastic_dp.extensions.gangs.gang_mesh import kind_of_gang
 from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.gang import Gang
@@ -71,7 +71,7 @@ def test_run_on_devices_goes_on_from_its_checkpoint_with_another_number_of_gangs
 
 
 class Told:
-    """Implements `GangExchange`: what the processes say is known before."""
+    """In the place of a `WorkerControl`: what the processes say is known before."""
 
     def __init__(self, *others):
         self.others = others
@@ -124,7 +124,7 @@ def test_model_whose_parts_are_kept_on_the_host_is_refused(mesh):
 
 
 def test_kind_of_a_worker_tells_how_its_gpus_add(mesh, monkeypatch):
-    monkeypatch.setattr(gang_kind, "_SIZES", (64,))
+    monkeypatch.setattr(gang_mesh, "_SIZES", (64,))
     gang = Gang(0, 1, mesh, Told())
     kind = kind_of_gang(gang, "fake GPU", fake_gpu.GPU)
     assert kind == kind_of_gang(gang, "fake GPU", fake_gpu.GPU) != "fake GPU"

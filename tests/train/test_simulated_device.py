@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from elastic_dp.config import MapStyleData
 from elastic_dp.coordinator.messages import Cause, SizeRequested, StopRequested
 from elastic_dp.device.accelerator import accelerator_of
-from elastic_dp.distributed import abandoned_groups, abort_limit
+from elastic_dp.distributed import abandoned_groups, device_connection
 from elastic_dp.distributed.device_transport import DeviceTransport
 from elastic_dp.testing.simulated_device import SimulatedCommunicator, SimulatedDevice
 from elastic_dp.train.fault_injection import HANDING_OVER, WorkerFault
@@ -352,7 +352,7 @@ def abort_never_ends(train, file, frees):
 
         def passes(name, step, rank, world_size, generation):
             if (name, rank, world_size) == ("forming", 1, 3) and is_first(file):
-                abort_limit.ABORT_LIMIT_S = 0.3
+                device_connection.ABORT_LIMIT_S = 0.3
                 accelerator = accelerator_of(torch.device("cpu"))
                 options = {"abort_s": math.inf, "abort_frees": frees}
                 accelerator.settings = dataclasses.replace(accelerator.settings, **options)
@@ -405,7 +405,7 @@ def destroyed_at_once(train, file):
             destroy(self)
 
         SimulatedCommunicator.__del__ = noted
-        abandoned_groups.REST_S, abort_limit.ABORT_LIMIT_S = 0.0, PATIENCE_S
+        abandoned_groups.REST_S, device_connection.ABORT_LIMIT_S = 0.0, PATIENCE_S
         train(ctx)
 
     return drops

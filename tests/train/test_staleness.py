@@ -10,7 +10,7 @@ import torch
 from elastic_dp.data import open_data
 from elastic_dp.distributed.cross_worker_reduction import BucketReduction
 from elastic_dp.errors import LossError, SpecError
-from elastic_dp.extensions.delayed.delayed_gradient import DelayedGradient
+from elastic_dp.extensions.delayed import DelayedGradient
 from elastic_dp.sampling.step_schedule import StepSchedule
 from elastic_dp.train.step.leaf_runner import LeafRunner
 from tests.patience import eventually

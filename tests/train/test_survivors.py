@@ -9,7 +9,7 @@ import pytest
 
 from elastic_dp.config import FailureConfig
 from elastic_dp.coordinator.messages import DrainNoticed, StopRequested
-from elastic_dp.distributed import abort_limit, device_connection
+from elastic_dp.distributed import device_connection
 from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.testing.simulated_device import SimulatedDevice
@@ -193,7 +193,7 @@ def test_kill_while_devices_connect_ends_no_other_worker(tmp_path):
     spec = job(tmp_path, workers=3, steps=12)
 
     def hurries():
-        abort_limit.ABORT_LIMIT_S = 0.05
+        device_connection.ABORT_LIMIT_S = 0.05
 
     fault = WorkerFault("backward", 6, rank=1, once=str(tmp_path / "dead"))
     trained = in_each_worker(plain, hurries)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from elastic_dp.distributed import gradient_units, process_group
+from elastic_dp.distributed import abandoned_groups, gradient_units
 from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_norm import GradientClipping
 from elastic_dp.distributed.gradient_reducer import GradientReducer
@@ -103,7 +103,7 @@ def digests(world_size, chosen=CASES, exact=True):
 def _dropped_here(monkeypatch):
     """Groups go with their test, and not on a thread that may outlive the interpreter."""
     left = []
-    monkeypatch.setattr(process_group._abandoned_groups, "add", left.append)
+    monkeypatch.setattr(abandoned_groups, "abandon", left.append)
     monkeypatch.setattr(gradient_units, "UNIT_BYTES", 1024)  # so that parameters are cut
     yield
     left.clear()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from elastic_dp.coordinator.messages import START, Member, Membership, PrepareGroup
-from elastic_dp.distributed import process_group
+from elastic_dp.distributed import abandoned_groups
 from elastic_dp.train.generations import generation_groups
 from elastic_dp.train.generations.generation_groups import GenerationGroups
 from elastic_dp.train.generations.worker_control import WorkerControl
@@ -21,7 +21,7 @@ LIKELY = ("w1", "w2")
 def closed(monkeypatch):
     """The groups that are closed. They go with their test."""
     left = []
-    monkeypatch.setattr(process_group._abandoned_groups, "add", left.append)
+    monkeypatch.setattr(abandoned_groups, "abandon", left.append)
     yield left
     left.clear()
 
@@ -108,7 +108,7 @@ def test_groups_with_large_buffers_are_dropped_when_the_next_one_has_formed(
     monkeypatch.setattr(generation_groups, "drop_abandoned_groups", dropped.append)
     groups = groups_of(*LIKELY)
     for one in groups:
-        one.expect_buffers(large=large)
+        one.has_large_buffers = large
     forms(groups, LIKELY, prepared=0)
     dropped.clear()
     for one in groups:

@@ -10,7 +10,7 @@ import torch
 from torch import optim
 from torch.optim.lr_scheduler import OneCycleLR
 
-from elastic_dp.distributed import gradient_buckets, process_group
+from elastic_dp.distributed import abandoned_groups, gradient_buckets
 from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_norm import GradientClipping
 from elastic_dp.distributed.gradient_reducer import GradientReducer
@@ -111,8 +111,6 @@ class Worker(Member):
             is_last, used = leaf is leaves[-1], self.used(step, [leaf.virtual_worker])
             self.reducer.before_leaf(leaf, is_last)
             self.reducer.before_backward()
-            if is_last and self.sharding is not None:
-                self.sharding.send_copies()
             draw = torch.Generator().manual_seed(VIRTUAL * step + leaf.virtual_worker)
             loss = torch.zeros((), dtype=DOUBLE, requires_grad=True)
             for p in self.parameters.values():
@@ -177,7 +175,7 @@ class Worker(Member):
 def check(seed):
     rng, abandoned = random.Random(seed), []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(process_group._abandoned_groups, "add", abandoned.append)
+        patched.setattr(abandoned_groups, "abandon", abandoned.append)
         for (module, name), values in LIMITS.items():
             patched.setattr(module, name, rng.choice(values))
         workers = [Worker(job := Job(rng))]

@@ -16,8 +16,7 @@ from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
 from elastic_dp.extensions.sharding import parameter_gather, sharded_optimizer
 from elastic_dp.extensions.sharding.piece_reduction import GatheredNorm
-from elastic_dp.extensions.sharding.piece_updates import PieceUpdates
-from elastic_dp.extensions.sharding.pieces import part_of
+from elastic_dp.extensions.sharding.pieces import PieceUpdates, part_of
 from elastic_dp.extensions.sharding.shardable_optimizers import SHARDABLE_BY_NAME
 from elastic_dp.extensions.sharding.sharded_optimizer import ShardedOptimizer
 from elastic_dp.train.exactness.torch_optimizers import BY_PARAMETER

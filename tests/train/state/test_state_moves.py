@@ -143,7 +143,6 @@ def test_all_who_need_a_unit_get_it_or_all_fail(case, in_steps):
             if in_steps:
                 while not move.is_done:
                     move.begin()
-                    move.send()
                     move.take()
             nbytes = move.finish()
         finally:

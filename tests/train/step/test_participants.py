@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elastic_dp.errors import GroupError, LoopError, ModelError
-from elastic_dp.extensions.gangs.gang_step import GradientOrders
+from elastic_dp.extensions.gangs import GradientOrders
 from elastic_dp.train.gang import Gang
 from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.step import participants as p
@@ -57,14 +57,10 @@ def state():
     return SimpleNamespace(bad_row_groups=set())
 
 
-def counting(step, results, describe):
-    return {v: one for v, one in sorted(results.items()) if one.weight}
-
-
 def results_of(*numbers):
-    made = p.Results(SimpleNamespace(counting=counting), Rows())
+    made = p.Results(SimpleNamespace(loss_scale=None), Rows())
     made.begin(STEP)
-    made.ran({v: MicroBatchResult(0.5 * v, 2.0, {"m": 1.0 + v}) for v in numbers})
+    made.own = {v: MicroBatchResult(0.5 * v, 2.0, {"m": 1.0 + v}) for v in numbers}
     return made
 
 
@@ -77,10 +73,12 @@ def control(**values):
 
 def flags(late, used):
     reducer = SimpleNamespace(late=late, used=used, drop=lambda: None, begin=lambda *_, **__: None)
-    exchange = SimpleNamespace(finish=lambda *_: None, assign=lambda: None, divided_by=1)
-    leaves = SimpleNamespace(gradients=reducer, is_observed=False, expected_weight=lambda _: 2.0)
-    given = leaves, exchange, results_of(0), None, SimpleNamespace(loss_scale=None)
-    return StepGradient(*given, exact=True, seed=0)
+    reducer.exchange = SimpleNamespace(finish=lambda *_: None, assign=lambda: None, divided_by=1)
+    leaves = SimpleNamespace(
+        gradients=reducer, is_observed=False, expected_weight=lambda _: 2.0, shares=None
+    )
+    leaves.state = SimpleNamespace(loss_scale=None)
+    return StepGradient(leaves, results_of(0), seed=0)
 
 
 def finite():
