@@ -48,25 +48,8 @@ def there_and_back(tree, **how):
 
 DTYPES = [
     getattr(torch, name)
-    for name in [
-        "bool",
-        "uint8",
-        "int8",
-        "int16",
-        "uint16",
-        "int32",
-        "uint32",
-        "int64",
-        "uint64",
-        "float16",
-        "bfloat16",
-        "float32",
-        "float64",
-        "complex64",
-        "complex128",
-        "float8_e4m3fn",
-        "float8_e5m2",
-    ]
+    for name in """bool uint8 int8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32
+    float64 complex64 complex128 float8_e4m3fn float8_e5m2""".split()  # noqa: SIM905
 ]
 TREE = {
     "int keys": {1: "a", -2: ["b"], (1, "x"): None, None: True, 1.5: b"", frozenset({1}): 1},

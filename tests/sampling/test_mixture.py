@@ -56,18 +56,9 @@ ragged = st.lists(st.integers(1, 30), min_size=1, max_size=6)
     seed=st.integers(0, 2**70),
     shuffle=st.sampled_from(["none", "rows", "full"]),
 )
-def test_each_row_once_in_each_epoch_of_its_source(
-    sources, group_bytes, slots, virtual_workers, micro_batch_size, seed, shuffle
-):
+def test_each_row_once_in_each_epoch_of_its_source(sources, slots, virtual_workers, **options):
     with mock.patch("elastic_dp.sampling.mixture.SLOTS", slots):
-        mixed = mixture(
-            *sources,
-            group_bytes=group_bytes,
-            virtual_workers=virtual_workers,
-            micro_batch_size=micro_batch_size,
-            seed=seed,
-            shuffle=shuffle,
-        )
+        mixed = mixture(*sources, virtual_workers=virtual_workers, **options)
     steps = 40
     times = Counter(consumed(mixed, range(1, steps + 1)))
     first = 0
@@ -82,6 +73,27 @@ def test_each_row_once_in_each_epoch_of_its_source(
         assert epochs - apart <= min(counts) and max(counts) <= epochs + apart
         first += len(groups)
     assert not times, "a row that no source has"
+
+
+def epochs_end_to_end(mixed, micro_batches, sources):
+    """Checks that the rows of each source, row j of virtual worker 0, of 1, …, then row j + 1, are
+    its epochs, one after the other. Returns how many there are."""
+    located = [
+        [
+            pair
+            for step in range(1, 1 + micro_batches // mixed.virtual_workers)
+            for pair in zip(*map(list, mixed.locate(step, v)), strict=True)
+        ]
+        for v in range(mixed.virtual_workers)
+    ]
+    found = []
+    for rows, groups in sources:
+        per_worker = [[pair for pair in own if pair[0] in groups] for own in located]
+        in_order = [own[j] for j in range(min(map(len, per_worker))) for own in per_worker]
+        for epoch in range(len(in_order) // rows):
+            assert len(set(in_order[epoch * rows : (epoch + 1) * rows])) == rows, groups
+        found.append(len(in_order) / rows)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -102,32 +114,11 @@ def test_each_row_once_in_each_epoch_of_its_source(
     ],
 )
 def test_the_rows_of_one_source_are_its_epochs_end_to_end(virtual_workers, group_bytes, slots):
-    """Row j of virtual worker 0, of 1, …, then row j + 1: that is epoch 0, then epoch 1, …,
-    exactly."""
+    options = {"virtual_workers": virtual_workers, "group_bytes": group_bytes, "seed": 5}
     with mock.patch("elastic_dp.sampling.mixture.SLOTS", slots):
-        mixed = mixture(
-            (0.7, [40, 3, 25]),
-            (0.3, [11]),
-            group_bytes=group_bytes,
-            virtual_workers=virtual_workers,
-            micro_batch_size=4,
-            seed=5,
-        )
-    for source, (rows, groups) in enumerate([(68, [0, 1, 2]), (11, [3])]):
-        per_worker = [
-            [
-                pair
-                for step in range(1, 1 + 300 // virtual_workers)
-                for pair in zip(*map(list, mixed.locate(step, v)), strict=True)
-                if pair[0] in groups
-            ]
-            for v in range(virtual_workers)
-        ]
-        whole = min(map(len, per_worker))
-        in_order = [own[j] for j in range(whole) for own in per_worker]
-        for epoch in range(len(in_order) // rows):
-            assert len(set(in_order[epoch * rows : (epoch + 1) * rows])) == rows
-        assert len(in_order) // rows >= 3, f"source {source} must be seen more than once"
+        mixed = mixture((0.7, [40, 3, 25]), (0.3, [11]), micro_batch_size=4, **options)
+    epochs = epochs_end_to_end(mixed, 300, [(68, [0, 1, 2]), (11, [3])])
+    assert min(epochs) >= 3, "each source must be seen more than once"
 
 
 def test_weights_are_exact_in_each_period_and_close_in_each_step():
@@ -238,21 +229,8 @@ def test_rows_of_a_source_are_its_epochs_end_to_end_through_changes_of_weights(
     virtual_workers, slots
 ):
     mixed = curriculum(slots, virtual_workers=virtual_workers)
-    located = [
-        [
-            pair
-            for step in range(1, 1 + 600 // virtual_workers)
-            for pair in zip(*map(list, mixed.locate(step, v)), strict=True)
-        ]
-        for v in range(virtual_workers)
-    ]
-    for source, (rows, groups) in enumerate([(68, [0, 1, 2]), (11, [3]), (23, [4, 5])]):
-        per_worker = [[pair for pair in own if pair[0] in groups] for own in located]
-        whole = min(map(len, per_worker))
-        in_order = [own[j] for j in range(whole) for own in per_worker]
-        for epoch in range(len(in_order) // rows):
-            assert len(set(in_order[epoch * rows : (epoch + 1) * rows])) == rows, source
-        assert source == 0 or len(in_order) > rows
+    sources = [(68, [0, 1, 2]), (11, [3]), (23, [4, 5])]
+    assert min(epochs_end_to_end(mixed, 600, sources)[1:]) > 1
 
 
 def test_weights_hold_from_the_step_after_their_number_on():

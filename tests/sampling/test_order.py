@@ -45,20 +45,12 @@ def epoch(order, number):
     shuffle=st.sampled_from(["none", "rows", "full"]),
     tail=st.sampled_from(["drop", "short"]),
 )
-def test_each_row_exactly_once(
-    groups, group_bytes, virtual_workers, micro_batch_size, seed, number, shuffle, tail
-):
+def test_each_row_exactly_once(groups, group_bytes, number, tail, **options):
+    virtual_workers, micro_batch_size = options["virtual_workers"], options["micro_batch_size"]
     whole, total = virtual_workers * micro_batch_size, sum(groups)
     assume(total >= (whole if tail == "drop" else 1))
-    order = Order(
-        group_rows=groups,
-        group_bytes=[group_bytes] * len(groups),
-        virtual_workers=virtual_workers,
-        micro_batch_size=micro_batch_size,
-        seed=seed,
-        shuffle=shuffle,
-        tail=tail,
-    )
+    nbytes = [group_bytes] * len(groups)
+    order = Order(group_rows=groups, group_bytes=nbytes, tail=tail, **options)
     batches = epoch(order, number)
     seen = [row for batch in batches for row in batch]
     every = {(group, row) for group, rows in enumerate(groups) for row in range(rows)}

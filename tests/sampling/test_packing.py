@@ -39,21 +39,11 @@ def tokens_of(order, steps):
     shuffle=st.sampled_from(["none", "rows", "full"]),
     tail=st.sampled_from(["short", "drop"]),
 )
-def test_each_token_is_in_one_packed_row_of_an_epoch(
-    group_tokens, length, group_bytes, virtual_workers, micro_batch_size, seed, shuffle, tail
-):
-    total = sum(group_tokens)
-    options = {
-        "group_tokens": group_tokens,
-        "length": length,
-        "group_bytes": [group_bytes] * len(group_tokens),
-        "virtual_workers": virtual_workers,
-        "micro_batch_size": micro_batch_size,
-        "seed": seed,
-        "shuffle": shuffle,
-        "tail": tail,
-    }
-    if tail == "drop" and total // length < virtual_workers * micro_batch_size:
+def test_each_token_is_in_one_packed_row_of_an_epoch(group_bytes, **options):
+    group_tokens, length, tail = (options[x] for x in ("group_tokens", "length", "tail"))
+    total, options["group_bytes"] = sum(group_tokens), [group_bytes] * len(group_tokens)
+    of_step = options["virtual_workers"] * options["micro_batch_size"]
+    if tail == "drop" and total // length < of_step:
         with pytest.raises(DataError):
             PackedOrder(**options)
         return
@@ -69,7 +59,7 @@ def test_each_token_is_in_one_packed_row_of_an_epoch(
             assert sorted(map(len, rows))[1:] == [length] * (len(rows) - 1)
         else:
             assert all(len(row) == length for row in rows)
-            assert len(rows) == per_epoch * virtual_workers * micro_batch_size
+            assert len(rows) == per_epoch * of_step
             left = total // length - len(rows)
             assert len(every) - len(seen) == total % length + left * length
 

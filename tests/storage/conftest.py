@@ -92,21 +92,18 @@ def azure_place(endpoint, container, options):
 def gs_bucket(gcs):
     """(endpoint, name) of a new bucket."""
     name = f"bucket-{next(_numbers)}"
-    post(f"{gcs}/storage/v1/b?project=tests", json.dumps({"name": name}).encode())
+    send("POST", f"{gcs}/storage/v1/b?project=tests", json.dumps({"name": name}).encode())
     return gcs, name
-
-
-def post(url, content):
-    headers = {"Content-Type": "application/octet-stream"}
-    request = urllib.request.Request(url, content, headers, method="POST")
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-        answer.read()
 
 
 def gs_place(endpoint, bucket, options, **more):
     def plant(name, content):
         key = urllib.request.quote(f"folder/{name}", safe="")
-        post(f"{endpoint}/upload/storage/v1/b/{bucket}/o?uploadType=media&name={key}", content)
+        send(
+            "POST",
+            f"{endpoint}/upload/storage/v1/b/{bucket}/o?uploadType=media&name={key}",
+            content,
+        )
 
     return Place(f"gs://{bucket}/folder/", options, "ObstoreBackend", plant, **more)
 

@@ -51,6 +51,7 @@ from tests.train.test_noise_scale import logs
 from tests.train.test_weight_prediction import predicting
 
 SLOW = pytest.mark.slow
+H = {"inner_steps": INNER}
 # The train function, options of the job (and "virtual", the virtual workers), and what ctx.config
 # has. Schedules change at step 6, where workers are killed, or at the one after it.
 STRATEGIES = {
@@ -61,26 +62,14 @@ STRATEGIES = {
     "delayed int8": (batch_norm, {"staleness": 1, "wire": "int8"}, {}),
     "predicted": (predicting, {"staleness": 1}, {}),
     "predicted int8": (predicting, {"staleness": 1, "wire": "int8"}, {}),
-    "inner": (measuring, {"inner_steps": INNER}, {}),
-    "inner with Adam's moments": (trains_with_moments, {"inner_steps": INNER}, {}),
-    "inner, delayed int8": (
-        trains_batch_norm,
-        {"inner_steps": INNER, "staleness": 1, "wire": "int8"},
-        {},
-    ),
-    "factored moments int8": (
-        moments,
-        {"inner_steps": INNER, "wire": "int8"},
-        {"second_moments": "factored"},
-    ),
-    "whole moments bf16": (
-        moments,
-        {"inner_steps": INNER, "wire": "bf16"},
-        {"second_moments": "whole"},
-    ),
+    "inner": (measuring, H, {}),
+    "inner with Adam's moments": (trains_with_moments, H, {}),
+    "inner, delayed int8": (trains_batch_norm, H | {"staleness": 1, "wire": "int8"}, {}),
+    "factored moments int8": (moments, H | {"wire": "int8"}, {"second_moments": "factored"}),
+    "whole moments bf16": (moments, H | {"wire": "bf16"}, {"second_moments": "whole"}),
     "delayed moments int8": (
         delayed_moments,
-        {"inner_steps": INNER, "staleness": 1, "wire": "int8"},
+        H | {"staleness": 1, "wire": "int8"},
         {"second_moments": "factored"},
     ),
     "masters": (with_masters, {}, {}),

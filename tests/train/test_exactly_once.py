@@ -15,7 +15,6 @@ import os
 import random
 import signal
 import time
-import urllib.request
 from collections import Counter
 from pathlib import Path
 
@@ -30,8 +29,9 @@ from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested
 from elastic_dp.data import open_data
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.train.fault_injection import WorkerFault
-from tests.patience import PATIENCE_S, eventually
+from tests.patience import eventually
 from tests.runs import group, local, never_put_off, spec_of
+from tests.storage.conftest import send
 from tests.storage.servers import s3_options
 from tests.train.jobs import loop
 
@@ -137,8 +137,8 @@ def test_rows_are_trained_on_exactly_once_by_any_number_of_workers(
 ):
     if where == "s3":
         endpoint = request.getfixturevalue("moto")
-        send(endpoint, "exactly-once", b"")
-        rows = shards(lambda name, content: send(endpoint, f"exactly-once/data/{name}", content))
+        send("PUT", f"{endpoint}/exactly-once")
+        rows = shards(lambda name, x: send("PUT", f"{endpoint}/exactly-once/data/{name}", x))
         url, options = "s3://exactly-once/data", s3_options(endpoint)
     else:
         (tmp_path / "data").mkdir()
@@ -283,16 +283,6 @@ def whole(run, folder):
     ]
 
 
-def send(endpoint, path, content):
-    headers = {
-        "Content-Type": "application/octet-stream",
-        "Authorization": "AWS4-HMAC-SHA256 Credential=x/20260101/us-east-1/s3/aws4_request",
-    }
-    request = urllib.request.Request(f"{endpoint}/{path}", content, headers, method="PUT")
-    with urllib.request.urlopen(request, timeout=PATIENCE_S):
-        pass
-
-
 CACHED, ROWS, STEPS = 6, 96, 12  # 24 rows in a step: three epochs of four steps
 
 
@@ -306,12 +296,12 @@ def trains_on_x(ctx):
 
 
 def test_workers_that_are_killed_share_a_cache_and_its_limit(moto, tmp_path):
-    send(moto, "cached", b"")
+    send("PUT", f"{moto}/cached")
     for number in range(CACHED):
         sink = pa.BufferOutputStream()
         ids = np.arange(number * ROWS // CACHED, (number + 1) * ROWS // CACHED)
         pq.write_table(pa.table({"x": ids}), sink, row_group_size=4)
-        send(moto, f"cached/data/{number}.parquet", sink.getvalue().to_pybytes())
+        send("PUT", f"{moto}/cached/data/{number}.parquet", sink.getvalue().to_pybytes())
     plain = DataConfig("s3://cached/data", micro_batch_size=3, storage_options=s3_options(moto))
     folder = tmp_path / "cache"
     data = dataclasses.replace(plain, cache_dir=str(folder), cache_bytes=1 << 20)

@@ -16,11 +16,11 @@ from elastic_dp.coordinator.messages import StopRequested
 from tests.patience import eventually
 from tests.runs import ENDLESS, PATIENT, group, local, spec_of
 from tests.runs import texts_of as said
+from tests.storage.conftest import send
 from tests.storage.proxy import FAULTS, FaultProxy
 from tests.storage.servers import s3_options
 from tests.train.checkpointing import test_worker_checkpointer
 from tests.train.jobs import adamw, average_and_plateau, classifier, loop
-from tests.train.test_exactly_once import send
 
 SHARDS, ROWS, GROUP_ROWS = 24, 48, 3
 # bytes of a row that the loss does not look at, so that no worker can hold all of the data
@@ -74,11 +74,11 @@ def undisturbed(tmp_path_factory):
 def put(proxy, bucket, *, twice):
     """`twice`: each object was another one before, so that there is something stale to serve."""
     rates, proxy.rates = proxy.rates, {"stale": 1e-9}  # from now on it keeps what was before
-    send(proxy.url, bucket, b"")
+    send("PUT", f"{proxy.url}/{bucket}")
     for number in range(SHARDS):
         if twice:
-            send(proxy.url, f"{bucket}/{number:02}.parquet", shard(number)[::-1])
-        send(proxy.url, f"{bucket}/{number:02}.parquet", shard(number))
+            send("PUT", f"{proxy.url}/{bucket}/{number:02}.parquet", shard(number)[::-1])
+        send("PUT", f"{proxy.url}/{bucket}/{number:02}.parquet", shard(number))
     proxy.rates = rates
     return config(f"s3://{bucket}", storage_options=s3_options(proxy.url))
 
