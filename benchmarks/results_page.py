@@ -158,7 +158,7 @@ def page() -> str:
         [
             "# Benchmarks\n",
             "`python -m docs.tables` writes this page from `benchmarks/results/`. "
-            "Rivals run in turn on one machine. Numbers are medians.\n",
+            "Rivals run in turn; numbers are medians.\n",
             f"## On CPUs\n\nAMD EPYC, 2 cores, torch 2.13, Gloo. Measured from {dates[0]} to "
             f"{dates[-1]}.\n",
             table(iter([*readme_rows(), *more_rows()])),
