@@ -38,19 +38,19 @@ class Habit:
 HABITS = {}
 
 
-def exact(what, note=""):
-    return _listed(what, "exact", note=note)
+def exact(note=""):
+    return _listed("exact", note=note)
 
 
-def refused(what, error, words, rows=None):
-    return _listed(what, "refused", error=error, words=words, rows=rows)
+def refused(error, words, rows=None):
+    return _listed("refused", error=error, words=words, rows=rows)
 
 
-def said(what, words):
-    return _listed(what, "said", words=words)
+def said(words):
+    return _listed("said", words=words)
 
 
-def _listed(what, outcome, **more):
+def _listed(outcome, **more):
     """For a train function, the loss function of one, or one that gives what `run` takes, by a
     model and its optimizer."""
 
@@ -68,6 +68,7 @@ def _listed(what, outcome, **more):
                     run(ctx, model=model, optimizer=optimizer, **options)
 
         assert function.__name__ not in HABITS
+        what = " ".join(function.__doc__.split())
         HABITS[function.__name__] = Habit(what, outcome, train, **more)
         return function
 
@@ -85,8 +86,10 @@ def run(ctx, loss_fn=cross_entropy, model=None, optimizer=None, body=lambda step
 # ------------------------------------------------------------------------------------ gradients
 
 
-@exact("`optimizer.zero_grad()` in the loss", "no other micro-batch's gradient is within its reach")
+@exact("no other micro-batch's gradient is within its reach")
 def zero_grad(model, optimizer):
+    """`optimizer.zero_grad()` in the loss"""
+
     def loss_fn(m, b):
         optimizer.zero_grad()
         return cross_entropy(m, b)
@@ -94,62 +97,65 @@ def zero_grad(model, optimizer):
     return {"loss_fn": loss_fn}
 
 
-@exact("`optimizer.zero_grad()` in the loop's body")
+@exact()
 def zero_grad_in_the_body(model, optimizer):
+    """`optimizer.zero_grad()` in the loop's body"""
     return {"body": lambda step: optimizer.zero_grad()}
 
 
-@refused(
-    "`clip_grad_norm_` or `clip_grad_value_` in the body, `p.grad` read there",
-    LoopError,
-    "clip_norm=1.0) or clip_value=; to log their norm, step.grad_norm",
-)
+@refused(LoopError, "clip_norm=1.0) or clip_value=; to log their norm, step.grad_norm")
 def clips_in_the_body(model, optimizer):
+    """`clip_grad_norm_` or `clip_grad_value_` in the body, `p.grad` read there"""
     return {"body": lambda step: nn.utils.clip_grad_value_(model.parameters(), 0.1)}
 
 
-@refused(
-    "`step.loss.backward()` in the body", LoopError, "calls .backward() of a number: step.loss"
-)
+@refused(LoopError, "calls .backward() of a number: step.loss")
 def backward_in_the_body(ctx):
+    """`step.loss.backward()` in the body"""
     run(ctx, body=lambda step: step.loss.backward())
 
 
-@refused("`optimizer.step()` in the body", LoopError, "the body of the loop over ctx.steps called")
+@refused(LoopError, "the body of the loop over ctx.steps called")
 def steps_in_the_body(model, optimizer):
+    """`optimizer.step()` in the body"""
     return {"body": lambda step: optimizer.step()}
 
 
-@refused("`GradScaler` in the body", LoopError, 'Write ctx.steps(…, precision="fp16")')
+@refused(LoopError, 'Write ctx.steps(…, precision="fp16")')
 def scaler_in_the_body(ctx):
+    """`GradScaler` in the body"""
     model, scaler = classifier(), torch.amp.GradScaler("cpu")
     for _ in ctx.steps(model, adamw(model), cross_entropy):
         scaler.update()
 
 
-@refused("`loss.backward()` in the loss", LossError, "called backward(), or assigned it")
+@refused(LossError, "called backward(), or assigned it")
 def backward_in_the_loss(m, b):
+    """`loss.backward()` in the loss"""
     loss = cross_entropy(m, b)
     loss.backward(retain_graph=True)
     return loss
 
 
-@exact("`backward()` of something else in the loss, then `zero_grad()`")
+@exact()
 def backward_and_zero_grad(m, b):
+    """`backward()` of something else in the loss, then `zero_grad()`"""
     x = b["x"].clone().requires_grad_()
     m(x).square().mean().backward()
     m.zero_grad()
     return F.cross_entropy(m(b["x"] + 0.1 * x.grad.sign()), b["y"])
 
 
-@refused("`p.grad` assigned in the loss", LossError, "left a gradient in model.0.weight.grad")
+@refused(LossError, "left a gradient in model.0.weight.grad")
 def assigns_gradients(m, b):
+    """`p.grad` assigned in the loss"""
     m[0].weight.grad = torch.ones_like(m[0].weight)
     return cross_entropy(m, b)
 
 
-@exact("a gradient penalty by `torch.autograd.grad`, with `retain_grad()`")
+@exact()
 def gradient_penalty(m, b):
+    """a gradient penalty by `torch.autograd.grad`, with `retain_grad()`"""
     x = b["x"].clone().requires_grad_()
     out = m(x)
     out.retain_grad()
@@ -157,8 +163,10 @@ def gradient_penalty(m, b):
     return F.cross_entropy(out, b["y"]) + 0.1 * slope.square().mean()
 
 
-@refused("`optimizer.step()` in the loss", LossError, "the loss function called optimizer.step()")
+@refused(LossError, "the loss function called optimizer.step()")
 def step_in_the_loss(model, optimizer):
+    """`optimizer.step()` in the loss"""
+
     def loss_fn(m, b):
         optimizer.step()
         return cross_entropy(m, b)
@@ -166,12 +174,9 @@ def step_in_the_loss(model, optimizer):
     return {"loss_fn": loss_fn}
 
 
-@refused(
-    "`scheduler.step()` in the loss",
-    LossError,
-    "the loss function changed optimizer.param_groups[0]['lr']",
-)
+@refused(LossError, "the loss function changed optimizer.param_groups[0]['lr']")
 def scheduler_in_the_loss(model, optimizer):
+    """`scheduler.step()` in the loss"""
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
     def loss_fn(m, b):
@@ -185,37 +190,30 @@ def scheduler_in_the_loss(model, optimizer):
 # ---------------------------------------------------------------------------------------- hooks
 
 
-@refused(
-    "`p.register_post_accumulate_grad_hook`",
-    ModelError,
-    "model.0.weight has a post-accumulate-grad hook",
-)
+@refused(ModelError, "model.0.weight has a post-accumulate-grad hook")
 def post_accumulate_grad_hook(model, optimizer):
+    """`p.register_post_accumulate_grad_hook`"""
     model[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1e-3, 1e-3))
 
 
-@exact(
-    "`p.register_hook` that changes the gradient",
-    "it sees each micro-batch's, times its share of the batch",
-)
+@exact("it sees each micro-batch's, times its share of the batch")
 def tensor_hook(model, optimizer):
+    """`p.register_hook` that changes the gradient"""
     for p in model.parameters():
         p.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
 
 
-@exact("a module's forward, forward-pre and full backward hooks")
+@exact()
 def module_hooks(model, optimizer):
+    """a module's forward, forward-pre and full backward hooks"""
     model[0].register_forward_pre_hook(lambda m, x: (x[0] * 1.5,))
     model[2].register_forward_hook(lambda m, x, y: y + 0.1)
     model[4].register_full_backward_hook(lambda m, i, o: (i[0].clamp(-1e-3, 1e-3),))
 
 
-@refused(
-    "a hook on a parameter's AccumulateGrad node that writes `p.grad`",
-    ModelError,
-    "a hook on the AccumulateGrad node of model.0.weight writes to its gradient",
-)
+@refused(ModelError, "a hook on the AccumulateGrad node of model.0.weight writes to its gradient")
 def accumulate_grad_node(model, optimizer):
+    """a hook on a parameter's AccumulateGrad node that writes `p.grad`"""
     weight = model[0].weight
     node = weight.view_as(weight).grad_fn.next_functions[0][0]
 
@@ -227,10 +225,10 @@ def accumulate_grad_node(model, optimizer):
     model.node = [node]
 
 
-@exact(
-    "`optimizer.register_step_pre_hook` that changes gradients", "it sees those of the whole step"
-)
+@exact("it sees those of the whole step")
 def step_pre_hook(model, optimizer):
+    """`optimizer.register_step_pre_hook` that changes gradients"""
+
     def clamp(*_):
         for p in model.parameters():
             p.grad.clamp_(-1e-3, 1e-3)
@@ -238,20 +236,18 @@ def step_pre_hook(model, optimizer):
     optimizer.register_step_pre_hook(clamp)
 
 
-@exact("`requires_grad_` turned off and on again in the loss")
+@exact()
 def toggles_requires_grad(m, b):
+    """`requires_grad_` turned off and on again in the loss"""
     m[0].requires_grad_(False)
     aside = m(b["x"]).square().mean()
     m[0].requires_grad_(True)
     return cross_entropy(m, b) + 0.1 * aside
 
 
-@refused(
-    "`requires_grad_` turned on in the loss of a later step",
-    LossError,
-    "did not require a gradient when the step began",
-)
+@refused(LossError, "did not require a gradient when the step began")
 def turns_on_requires_grad(ctx):
+    """`requires_grad_` turned on in the loss of a later step"""
     model = classifier()
     model[0].requires_grad_(False)
 
@@ -265,8 +261,10 @@ def turns_on_requires_grad(ctx):
 # ------------------------------------------------------------------------------- random numbers
 
 
-@exact("Python's, NumPy's and torch's global random numbers, in the loss and in the body")
+@exact()
 def global_generators(ctx):
+    """Python's, NumPy's and torch's global random numbers, in the loss and in the body"""
+
     def loss_fn(m, b):
         noise = random.random() + np.random.rand() + torch.rand(())
         return cross_entropy(m, b) * (0.5 + noise)
@@ -274,14 +272,16 @@ def global_generators(ctx):
     run(ctx, loss_fn, body=lambda step: ctx.log({"noise": random.random() + float(torch.rand(()))}))
 
 
-@exact("`torch.manual_seed(0)` in the loss")
+@exact()
 def manual_seed(m, b):
+    """`torch.manual_seed(0)` in the loss"""
     torch.manual_seed(0)
     return cross_entropy(m, b)
 
 
-@refused("an own NumPy generator in the loss", LossError, "What changed meanwhile: rng.")
+@refused(LossError, "What changed meanwhile: rng.")
 def numpy_generator(ctx):
+    """an own NumPy generator in the loss"""
     rng = np.random.default_rng(0)
     run(ctx, lambda m, b: cross_entropy(m, b) * (0.5 + rng.random()))
 
@@ -301,10 +301,9 @@ class Noisy(Around):
         return self.inner(x + 0.1 * torch.randn(x.shape, generator=self.generator))
 
 
-@refused(
-    "an own `torch.Generator` in a module", LossError, "What changed meanwhile: model.generator."
-)
+@refused(LossError, "What changed meanwhile: model.generator.")
 def torch_generator(ctx):
+    """an own `torch.Generator` in a module"""
     run(ctx, model=Noisy(generator=torch.Generator().manual_seed(0)))
 
 
@@ -319,24 +318,21 @@ class NoisyPoints(Points):
 
 
 @refused(
-    "an own generator in the data set or its transform",
     DataError,
     "data gave other values when one micro-batch was read twice: batch['x']",
     rows=NoisyPoints(),
 )
 def generator_in_the_data(ctx):
+    """an own generator in the data set or its transform"""
     run(ctx)
 
 
 # ------------------------------------------------------------------- what is kept between calls
 
 
-@refused(
-    "`time.time()` in the loss",
-    LossError,
-    "run twice from the same weights, rows and random numbers, gave the loss",
-)
+@refused(LossError, "run twice from the same weights, rows and random numbers, gave the loss")
 def clock(ctx):
+    """`time.time()` in the loss"""
     began = time.time()
     run(ctx, lambda m, b: cross_entropy(m, b) * (1 + time.time() - began))
 
@@ -349,29 +345,22 @@ class Counted(Around):
         return self.inner(x) * (1 + 0.1 * self.calls if self.used else 1)
 
 
-@refused(
-    "a counter in a module that changes the result",
-    LossError,
-    "What changed meanwhile: model.calls (0, then 1).",
-)
+@refused(LossError, "What changed meanwhile: model.calls (0, then 1).")
 def counter(ctx):
+    """a counter in a module that changes the result"""
     run(ctx, model=Counted(calls=0, used=True))
 
 
-@said(
-    "a counter in a module that changes nothing, or nothing yet",
-    "model.calls (1, then 2) changes with each micro-batch",
-)
+@said("model.calls (1, then 2) changes with each micro-batch")
 def idle_counter(ctx):
+    """a counter in a module that changes nothing, or nothing yet"""
     run(ctx, model=Counted(calls=0, used=False))
 
 
-@refused(
-    "the last call's activations kept for the next",
-    LossError,
-    "What changed meanwhile: model.hidden.",
-)
+@refused(LossError, "What changed meanwhile: model.hidden.")
 def hidden_state(ctx):
+    """the last call's activations kept for the next"""
+
     class Recurrent(Around):
         def forward(self, x):
             out = self.inner(x) + 0.5 * self.hidden
@@ -394,11 +383,9 @@ class Centered(Around):
         return out
 
 
-@exact(
-    "buffers written in place or assigned in forward",
-    "one of floats is averaged over the step's micro-batches; a count goes up once a step",
-)
+@exact("one of floats is averaged over the step's micro-batches; a count goes up once a step")
 def buffers(ctx):
+    """buffers written in place or assigned in forward"""
     run(ctx, model=Centered())
 
 
@@ -418,17 +405,15 @@ class Codebook(Around):
         return out
 
 
-@exact("buffers written by way of `.data`, or that hold NaN")
+@exact()
 def buffers_by_data(ctx):
+    """buffers written by way of `.data`, or that hold NaN"""
     run(ctx, model=Codebook())
 
 
-@refused(
-    "an integer buffer that depends on the rows",
-    ModelError,
-    "buffer 'last' (torch.int64) differs between virtual workers",
-)
+@refused(ModelError, "buffer 'last' (torch.int64) differs between virtual workers")
 def integer_buffer(model, optimizer):
+    """an integer buffer that depends on the rows"""
     model.register_buffer("last", torch.zeros((), dtype=torch.long))
 
     def loss_fn(m, b):
@@ -438,8 +423,10 @@ def integer_buffer(model, optimizer):
     return {"loss_fn": loss_fn}
 
 
-@refused("a buffer that forward registers", LoopError, "model.mean was added to the model")
+@refused(LoopError, "model.mean was added to the model")
 def late_buffer(ctx):
+    """a buffer that forward registers"""
+
     class Late(Around):
         def forward(self, x):
             if not hasattr(self, "mean"):
@@ -459,38 +446,34 @@ class Rotary(Around):
         return self.inner(x * self.cached)
 
 
-@exact("a cache that the first call fills (rotary embeddings, masks)")
+@exact()
 def cache(ctx):
+    """a cache that the first call fills (rotary embeddings, masks)"""
     run(ctx, model=Rotary(cached=None, length=0))
 
 
 # -------------------------------------------------------------------------- model and parameters
 
 
-@refused("`model.eval()` left on by the loss", LossError, "model.training (True, then False)")
+@refused(LossError, "model.training (True, then False)")
 def leaves_mode(m, b):
+    """`model.eval()` left on by the loss"""
     loss = cross_entropy(m, b)
     m.eval()
     return loss
 
 
-@refused(
-    "`p.data` written in the loss (clipping weights)",
-    LossError,
-    "the loss function changed model.0.weight",
-)
+@refused(LossError, "the loss function changed model.0.weight")
 def writes_in_the_loss(m, b):
+    """`p.data` written in the loss (clipping weights)"""
     for p in m.parameters():
         p.data.clamp_(-0.1, 0.1)
     return cross_entropy(m, b)
 
 
-@refused(
-    "parameters written in the loss of a later step (by another optimizer, as GANs do)",
-    LossError,
-    "the loss function called other.step(), of a second optimizer",
-)
+@refused(LossError, "the loss function called other.step(), of a second optimizer")
 def trains_a_critic_in_the_loss(ctx):
+    """parameters written in the loss of a later step (by another optimizer, as GANs do)"""
     model = nn.ModuleDict({"net": classifier(), "critic": nn.Linear(4, 1)})
     other = torch.optim.SGD(model["critic"].parameters(), lr=0.1)
 
@@ -505,22 +488,27 @@ def trains_a_critic_in_the_loss(ctx):
     run(ctx, loss_fn, model, adamw(model["net"]))
 
 
-@refused("a layer that the body replaces", LoopError, "model.4 was replaced by another module")
+@refused(LoopError, "model.4 was replaced by another module")
 def replaces_a_layer(model, optimizer):
+    """a layer that the body replaces"""
+
     def body(step):
         model[4] = nn.Linear(32, 4)
 
     return {"body": body}
 
 
-@refused("`nn.Embedding(…, max_norm=…)`", ModelError, "model.table has max_norm=1")
+@refused(ModelError, "model.table has max_norm=1")
 def max_norm(ctx):
+    """`nn.Embedding(…, max_norm=…)`"""
     model = nn.ModuleDict({"table": nn.Embedding(192, 16, max_norm=1.0), "net": classifier()})
     run(ctx, lambda m, b: F.cross_entropy(m["net"](b["x"] + m["table"](b["i"])), b["y"]), model)
 
 
-@refused("`p.data` written in the body", LoopError, "the body of the loop over ctx.steps wrote to")
+@refused(LoopError, "the body of the loop over ctx.steps wrote to")
 def writes_in_the_body(model, optimizer):
+    """`p.data` written in the body"""
+
     def body(step):
         for p in model.parameters():
             p.data.mul_(0.99)
@@ -528,20 +516,24 @@ def writes_in_the_body(model, optimizer):
     return {"body": body}
 
 
-@said("a metric that shows a clock", "metrics['seconds'] (")
+@said("metrics['seconds'] (")
 def clock_in_a_metric(m, b):
+    """a metric that shows a clock"""
     began = time.perf_counter()
     loss = cross_entropy(m, b)
     return loss, len(b["x"]), {"seconds": time.perf_counter() - began}
 
 
-@said("`ctx.world_size` or `ctx.rank` read in the loss", "the loss function reads ctx.world_size")
+@said("the loss function reads ctx.world_size")
 def world_size(ctx):
+    """`ctx.world_size` or `ctx.rank` read in the loss"""
     run(ctx, lambda m, b: cross_entropy(m, b) / max(1, ctx.world_size))
 
 
-@refused("`ctx.log` in the loss", LossError, "the loss function called ctx.log")
+@refused(LossError, "the loss function called ctx.log")
 def logs_in_the_loss(ctx):
+    """`ctx.log` in the loss"""
+
     def loss_fn(m, b):
         loss = cross_entropy(m, b)
         ctx.log({"train_loss": loss})
@@ -555,8 +547,9 @@ def autocast_loss(m, b):
         return F.cross_entropy(m(b["x"]).float(), b["y"])
 
 
-@exact("the whole loop under `torch.autocast`", "each step casts the weights again")
+@exact("each step casts the weights again")
 def autocast_around_the_loop(ctx):
+    """the whole loop under `torch.autocast`"""
     model = classifier()
 
     def body(step):
@@ -567,51 +560,44 @@ def autocast_around_the_loop(ctx):
         run(ctx, autocast_loss, model, body=body)
 
 
-@refused(
-    "a loss that is a Python number", LossError, "the loss is a float, must be a real scalar tensor"
-)
+@refused(LossError, "the loss is a float, must be a real scalar tensor")
 def python_float(ctx):
+    """a loss that is a Python number"""
     run(ctx, lambda m, b: cross_entropy(m, b).item())
 
 
 # --------------------------------------------------------------------- optimizer, body, settings
 
 
-@exact("`lr` set in the body")
+@exact()
 def lr_in_the_body(model, optimizer):
+    """`lr` set in the body"""
+
     def body(step):
         optimizer.param_groups[0]["lr"] *= 0.9
 
     return {"body": body}
 
 
-@refused(
-    "`scheduler.step()` in the body, and the scheduler not passed to `ctx.steps`",
-    LoopError,
-    "changed a CosineAnnealingLR that is not passed to ctx.steps",
-)
+@refused(LoopError, "changed a CosineAnnealingLR that is not passed to ctx.steps")
 def scheduler_not_passed(ctx):
+    """`scheduler.step()` in the body, and the scheduler not passed to `ctx.steps`"""
     model = classifier()
     optimizer = adamw(model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
     run(ctx, model=model, optimizer=optimizer, body=lambda step: scheduler.step())
 
 
-@refused(
-    "`scheduler.step()` in the body, and the scheduler passed as `scheduler=`",
-    LoopError,
-    "called scheduler.step(), and so does the loop",
-)
+@refused(LoopError, "called scheduler.step(), and so does the loop")
 def scheduler_twice(model, optimizer):
+    """`scheduler.step()` in the body, and the scheduler passed as `scheduler=`"""
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
     return {"body": lambda step: scheduler.step(), "scheduler": scheduler}
 
 
-@said(
-    "a teacher that the body averages and the loss uses, not passed as `state=`",
-    "the body of the loop over ctx.steps changes teacher",
-)
+@said("the body of the loop over ctx.steps changes teacher")
 def teacher_not_passed(model, optimizer):
+    """a teacher that the body averages and the loss uses, not passed as `state=`"""
     teacher = copy.deepcopy(model).eval().requires_grad_(False)
 
     def body(step):
@@ -641,24 +627,25 @@ def _counts(own):
     return 1 / own["calls"]
 
 
-@exact("an optimizer that keeps numbers and tensors of its own")
+@exact()
 def own_numbers(ctx):
+    """an optimizer that keeps numbers and tensors of its own"""
     model = classifier()
     run(ctx, model=model, optimizer=Momentum(model.parameters(), {"calls": 0}, _counts))
 
 
-@said(
-    "a counter, a best value, a list that the body keeps in a variable", "changes wait (0, then 1)"
-)
+@said("changes wait (0, then 1)")
 def counter_in_the_body(ctx):
+    """a counter, a best value, a list that the body keeps in a variable"""
     model, wait = classifier(), 0
     for step in ctx.steps(model, adamw(model), cross_entropy):
         wait = wait + 1
         hold(ctx, step)
 
 
-@exact("the same, in `c = ctx.carry(wait=0)`")
+@exact()
 def carried_counter(ctx):
+    """the same, in `c = ctx.carry(wait=0)`"""
     model = classifier()
     optimizer = adamw(model)
     c = ctx.carry(wait=0)
@@ -668,20 +655,18 @@ def carried_counter(ctx):
         hold(ctx, step)
 
 
-@refused(
-    "a buffer that is a view of another one, or expanded",
-    ModelError,
-    "model.whole and model.part share memory",
-)
+@refused(ModelError, "model.whole and model.part share memory")
 def aliasing_buffers(model, optimizer):
+    """a buffer that is a view of another one, or expanded"""
     memory = torch.arange(16.0)
     model.register_buffer("whole", memory)
     model.register_buffer("part", memory[:8])
     return {"loss_fn": lambda m, b: F.cross_entropy(m(b["x"] * m.whole.cos()), b["y"])}
 
 
-@exact("experts with BatchNorm of their own, of which a micro-batch uses some")
+@exact()
 def experts(ctx):
+    """experts with BatchNorm of their own, of which a micro-batch uses some"""
     one = lambda: nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))  # noqa: E731
     model = nn.ModuleList([one(), one()])
 
@@ -691,11 +676,9 @@ def experts(ctx):
     run(ctx, loss_fn, model)
 
 
-@said(
-    "a module's attribute set in the body",
-    "the body of the loop over ctx.steps changes model.warmth",
-)
+@said("the body of the loop over ctx.steps changes model.warmth")
 def attribute_in_the_body(model, optimizer):
+    """a module's attribute set in the body"""
     model.warmth = 1.0
 
     def body(step):
@@ -704,11 +687,10 @@ def attribute_in_the_body(model, optimizer):
     return {"loss_fn": lambda m, b: cross_entropy(m, b) * m.warmth, "body": body}
 
 
-@said(
-    "`torch.use_deterministic_algorithms(False)`; on a GPU `torch.backends.cudnn.benchmark = True`",
-    "not exact: torch.use_deterministic_algorithms was turned off",
-)
+@said("not exact: torch.use_deterministic_algorithms was turned off")
 def determinism_off(ctx):
+    """`torch.use_deterministic_algorithms(False)`; on a GPU `torch.backends.cudnn.benchmark =
+    True`"""
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.benchmark = True  # of no effect on the CPU
     run(ctx)
