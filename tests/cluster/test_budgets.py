@@ -27,8 +27,8 @@ def job(**failure):
 
 def allow(monkeypatch, **limits):
     """Let the controller's limits be these."""
-    made = functools.partial(controller.FailureLimits, **limits)
-    monkeypatch.setattr(controller, "FailureLimits", made)
+    made = functools.partial(controller.CoordinatorConfig, **limits)
+    monkeypatch.setattr(controller, "CoordinatorConfig", made)
 
 
 def test_a_sample_that_ends_its_process_is_named_and_not_tried_for_ever(monkeypatch):
