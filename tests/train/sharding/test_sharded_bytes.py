@@ -3,8 +3,6 @@ state of the optimizer. With rounded gradients the half or the quarter of 1 + 1/
 
 import threading
 from collections import Counter
-from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,8 +12,6 @@ from elastic_dp.distributed.gradient_norm import GradientClipping
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.extensions.sharding.piece_reduction import PieceReduction
-from elastic_dp.train.step.leaf_runner import FinishedNode, FinishedWork, LeafRunner, OnePass
-from elastic_dp.train.step.participants import StepParticipant
 from tests.distributed.test_gradient_reducer import _dropped_here, leaves_of, of_each  # noqa: F401
 from tests.train.sharding.test_sharded_state import ADAM, Member, joined
 
@@ -125,49 +121,3 @@ def test_small_model_receives_behind_a_loss_in_the_memory_that_it_has(monkeypatc
     before, after = of_each(4, places)[:3], of_each(3, places)
     assert sum(numel for numel, _ in after) > sum(numel for numel, _ in before)
     assert [where for _, where in after] == [where for _, where in before]
-
-
-@pytest.mark.parametrize(
-    ("finished", "expected"),
-    [
-        ([], ["backward 0", "copies", "backward 1", "copies"]),
-        ([0], ["finished 0", "copies", "backward 1", "copies"]),
-        ([1], ["backward 0", "finished 1", "copies"]),
-        ([0, 1], ["finished 0", "finished 1", "copies"]),
-    ],
-    ids=["none is finished", "the first", "the last", "both"],
-)
-def test_copies_are_sent_before_the_pass_that_sends_gradients(finished, expected):
-    """A member that has finished its last leaf before the loss has no such pass. The last call is
-    made in each case, and sends nothing that is sent already."""
-    told = []
-
-    class Copies(StepParticipant):
-        def send(self):
-            told.append("copies")
-
-    def forward(batch, step, v, expected):
-        loss = torch.ones((), requires_grad=True)
-        loss.register_hook(lambda _: told.append(f"backward {v}"))
-        return loss * 1.0, SimpleNamespace()
-
-    data = MagicMock(rows=lambda step, v: 1)
-    gradients = MagicMock()
-    gradients.add_finished.side_effect = lambda node, *_: told.append(f"finished {node[0]}")
-    micro_batches = SimpleNamespace(
-        batch=lambda step, v: {}, forward=forward, check_written=lambda: None
-    )
-    runner = LeafRunner(
-        OnePass(micro_batches, data),
-        data,
-        MagicMock(),
-        gradients,
-        MagicMock(),
-        SimpleNamespace(virtual_workers=lambda step: 2),
-        *(MagicMock() for _ in range(3)),
-        exact=True,
-    )
-    runner.begin(1, [Copies()])
-    work = FinishedWork(nodes={(v, v + 1): FinishedNode([], {}, {}) for v in finished})
-    runner.run(1, [(0, 2)], work, sends=True)
-    assert told == expected
