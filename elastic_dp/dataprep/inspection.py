@@ -14,10 +14,9 @@ from typing import Any, Literal
 import numpy as np
 
 from elastic_dp.config import DataConfig
-from elastic_dp.data.datasets.opening import check_memory
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.data.discovery.shard_index import Index
-from elastic_dp.data.pipeline.row_groups import RowGroups
+from elastic_dp.data.pipeline.row_groups import RowGroups, check_memory
 from elastic_dp.errors import DataError
 from elastic_dp.sampling.order import OPEN_BYTES, STREAMS, Order
 from elastic_dp.storage import redact_url

@@ -37,7 +37,7 @@ from elastic_dp.data.pipeline.block_memory import Columns
 from elastic_dp.data.pipeline.collation import Collator, located, nbytes_of, pinned
 from elastic_dp.data.pipeline.pipeline import Assembly, Pipeline
 from elastic_dp.data.pipeline.planner import STEPS_AHEAD, MicroBatch
-from elastic_dp.data.pipeline.row_groups import RowGroups
+from elastic_dp.data.pipeline.row_groups import RowGroups, largest_bytes
 from elastic_dp.device.global_generators import seed_everything
 from elastic_dp.errors import DataError, UserCodeError
 from elastic_dp.sampling.order import RowOrder, row_groups_at_once
@@ -416,12 +416,6 @@ class ShardStream(MicroBatchStream):
 def _rows_in(row_bytes: int, ahead_bytes: int) -> int:
     """The limit of rows of a chunk."""
     return min(ROWS_AT_ONCE, min(BYTES_AT_ONCE, ahead_bytes // STEPS_AHEAD) // row_bytes)
-
-
-def largest_bytes(row_groups: RowGroups, count: int) -> int:
-    """The bytes of the `count` largest row groups."""
-    count = min(count, len(row_groups.nbytes))
-    return int(np.partition(row_groups.nbytes, -count)[-count:].sum()) if count else 0
 
 
 _ROWS_NAMED = 8  # in an error message, of one shard

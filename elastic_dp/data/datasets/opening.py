@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from elastic_dp.config import DataConfig, MapStyleData
 from elastic_dp.data.columns.schema import leaves
 from elastic_dp.data.datasets.micro_batch_stream import (
@@ -14,14 +12,13 @@ from elastic_dp.data.datasets.micro_batch_stream import (
     MicroBatchStream,
     RowStream,
     ShardStream,
-    largest_bytes,
 )
 from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.formats.file_format import Ints
 from elastic_dp.data.pipeline.collation import check_decoded
-from elastic_dp.data.pipeline.row_groups import RowGroups
+from elastic_dp.data.pipeline.row_groups import RowGroups, check_memory, mib
 from elastic_dp.errors import DataError
-from elastic_dp.sampling.order import BaseOrder, Order, RowOrder, row_groups_at_least, with_steps
+from elastic_dp.sampling.order import BaseOrder, Order, RowOrder, with_steps
 from elastic_dp.sampling.step_schedule import StepSchedule
 from elastic_dp.storage import redact_url
 
@@ -115,35 +112,6 @@ def rows_in_file_order(group_rows: Ints, micro_batch_size: int) -> Order:
     )
 
 
-def check_memory(row_groups: RowGroups, order: RowOrder | None, memory_bytes: int) -> None:
-    """Raises DataError if `memory_bytes` is not enough for one worker that runs all virtual
-    workers, as it may have to."""
-    largest = int(np.argmax(row_groups.reading_bytes))
-    shard, number, _ = row_groups.name(largest)
-    size = int(row_groups.reading_bytes[largest])
-    what = f"row group {number} of {shard} takes {_mib(size)} in memory while it is read"
-    way_out = (
-        "or write the shards with smaller row groups (`elastic-dp data convert --row-group-bytes`)"
-    )
-    if size > memory_bytes:
-        raise DataError(
-            f"{what}, more than DataConfig.memory_bytes, which is {_mib(memory_bytes)}; "
-            "raise that to at least "
-            f"{_mib(size + int(row_groups.nbytes[largest]))}, {way_out}"
-        )
-    if order is None:
-        return
-    count = min(row_groups_at_least(order), len(row_groups.rows))
-    needed = largest_bytes(row_groups, count)
-    if needed > memory_bytes:
-        raise DataError(
-            f"a worker that runs all {order.virtual_workers} virtual workers has up to "
-            f"{count} row groups open, "
-            f"{_mib(needed)} (the largest: {what}), more than DataConfig.memory_bytes, which is "
-            f"{_mib(memory_bytes)}; raise that to at least {_mib(needed)}, {way_out}"
-        )
-
-
 def _order(config: DataConfig, index: Index, virtual_workers: int) -> BaseOrder:
     if config.pack is not None:
         return _packed_order(config, index, virtual_workers, config.shuffle, config.tail)
@@ -203,11 +171,7 @@ def _packed_order(
     if row_bytes * rows > config.memory_bytes:
         raise DataError(
             f"a micro-batch of {rows} rows of DataConfig.pack={config.pack} takes "
-            f"{_mib(row_bytes * rows)}, more than DataConfig.memory_bytes, which is "
-            f"{_mib(config.memory_bytes)}; lower pack or micro_batch_size, or raise memory_bytes"
+            f"{mib(row_bytes * rows)}, more than DataConfig.memory_bytes, which is "
+            f"{mib(config.memory_bytes)}; lower pack or micro_batch_size, or raise memory_bytes"
         )
     return order
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 20):,.1f} MiB"

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pyarrow as pa
 
 from elastic_dp.config import DataConfig
@@ -29,6 +30,8 @@ from elastic_dp.data.formats.file_format import (
     ShardAt,
     read_table,
 )
+from elastic_dp.errors import DataError
+from elastic_dp.sampling.order import RowOrder, row_groups_at_least
 from elastic_dp.storage import Store
 
 if TYPE_CHECKING:
@@ -176,6 +179,45 @@ class RowGroups:
 
     def _shard_name(self, number: int) -> str:
         return self._prefixes[self._source(number)] + self.index.name(number)
+
+
+def check_memory(row_groups: RowGroups, order: RowOrder | None, memory_bytes: int) -> None:
+    """Raises DataError if `memory_bytes` is not enough for one worker that runs all virtual
+    workers, as it may have to."""
+    largest = int(np.argmax(row_groups.reading_bytes))
+    shard, number, _ = row_groups.name(largest)
+    size = int(row_groups.reading_bytes[largest])
+    what = f"row group {number} of {shard} takes {mib(size)} in memory while it is read"
+    way_out = (
+        "or write the shards with smaller row groups (`elastic-dp data convert --row-group-bytes`)"
+    )
+    if size > memory_bytes:
+        raise DataError(
+            f"{what}, more than DataConfig.memory_bytes, which is {mib(memory_bytes)}; "
+            "raise that to at least "
+            f"{mib(size + int(row_groups.nbytes[largest]))}, {way_out}"
+        )
+    if order is None:
+        return
+    count = min(row_groups_at_least(order), len(row_groups.rows))
+    needed = largest_bytes(row_groups, count)
+    if needed > memory_bytes:
+        raise DataError(
+            f"a worker that runs all {order.virtual_workers} virtual workers has up to "
+            f"{count} row groups open, "
+            f"{mib(needed)} (the largest: {what}), more than DataConfig.memory_bytes, which is "
+            f"{mib(memory_bytes)}; raise that to at least {mib(needed)}, {way_out}"
+        )
+
+
+def largest_bytes(row_groups: RowGroups, count: int) -> int:
+    """The bytes of the `count` largest row groups."""
+    count = min(count, len(row_groups.nbytes))
+    return int(np.partition(row_groups.nbytes, -count)[-count:].sum()) if count else 0
+
+
+def mib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):,.1f} MiB"
 
 
 def _held_bytes(column: Column) -> int:
