@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -188,12 +189,16 @@ def test_group_forms_after_strangers_took_its_pairs(port, monkeypatch, first):
     next has another port."""
     monkeypatch.setattr(process_group, "_CONNECTING_LIMIT", timedelta(seconds=1))
     gc.collect()  # groups that did not form
-    strangers, before = [], len(os.listdir("/proc/self/fd"))
+    strangers, process = [], psutil.Process()
     for number in range(100):
         stranger = socket.create_connection(port)
         stranger.sendall(number.to_bytes(8, "little") + first)
         strangers.append(stranger)
-    eventually(lambda: len(os.listdir("/proc/self/fd")) >= before + 2 * len(strangers))
+
+    def taken():
+        return [one for one in process.net_connections("tcp") if one.laddr == port and one.raddr]
+
+    eventually(lambda: len(taken()) >= len(strangers))
     for stranger in strangers:
         stranger.close()
     outcomes, meet, gloo = [], InMemory(), process_group._gloo_device
