@@ -12,18 +12,18 @@ processes, and the group restarts from the newest checkpoint. Both run on our ow
 checkpoints, which start and load in about a second.
 
 Goodput: committed steps, divided by those that calm groups as large as the capacity of each instant
-would make, checkpoints included (measured three times, one size after the other; the fastest
-count). What is missing is `starting` (a place is there, and its worker does not train yet) or
-`paused` (nobody trains, a step is done again, or steps are slower than calm ones); `pauses` has
-each. Compute is a sleep for each virtual worker, so few cores are enough if they are idle. A second
-here is eight minutes of the day. Cost per step is in places x time at the price of a place: 1 on
-demand, SPOT_PRICE on spot.
+would make, checkpoints included (the median of three, one size after the other). What is missing is
+`starting` (a place is there, and its worker does not train yet) or `paused` (nobody trains, a step
+is done again, or steps are slower than calm ones); `pauses` has each. Compute is a sleep for each
+virtual worker, so few cores are enough if they are idle. A second here is eight minutes of the day.
+Cost per step is in places x time at the price of a place: 1 on demand, SPOT_PRICE on spot.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -233,7 +233,7 @@ def main() -> None:
     )
     chosen = traces[:1] if options.quick else traces
     calm = [ideal] if options.quick else [calm_paces() for _ in range(CALM_TIMES)]
-    paces = {size: min(one[size] for one in calm) for size in ideal}
+    paces = {size: statistics.median(one[size] for one in calm) for size in ideal}
     found = (measure(one, paces) for one in chosen)
     sys.exit(conclude("spot", options, found, targets))
 
