@@ -50,9 +50,8 @@ class FolderListing(NamedTuple):
 class Backend(Protocol):
     path: str  # of the URL itself
     lists: bool = True
-    creates_only: bool = (
-        True  # whether write(create_only=True) is known to refuse an object that exists
-    )
+    # Whether write(create_only=True) is known to refuse an object that exists.
+    creates_only: bool = True
 
     def look(self, folder: str, deep: bool) -> FolderListing:
         """What is directly in a folder ("" is the root), or all files below it, in one listing.
