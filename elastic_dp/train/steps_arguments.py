@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, MultiStepLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import OneCycleLR
 
 from elastic_dp.checkpoint.codec import encode
 from elastic_dp.config.field_checks import whole_number
 from elastic_dp.distributed.gradient_rounding import GradientRounding
 from elastic_dp.errors import ModelError, RunMismatch, SpecError, StateError
+from elastic_dp.train.state.optimizer_state import check_kind
 from elastic_dp.train.step.micro_batch import LossFn
 from elastic_dp.train.step.participants import StepParticipant
 from elastic_dp.train.step.precision import check_precision
@@ -195,10 +196,7 @@ def _observes(module: nn.Module) -> bool:
 
 def check_optimizer(name: str, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Raises ModelError for an optimizer that cannot be used. `name`: in messages."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ModelError(f"{name} is LBFGS, which evaluates the loss several times per step")
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ModelError(f"{name} is SparseAdam, which needs sparse gradients; use Adam")
+    check_kind(name, optimizer, set(model.parameters()))
     try:
         inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError as error:
@@ -206,15 +204,6 @@ def check_optimizer(name: str, optimizer: torch.optim.Optimizer, model: nn.Modul
             f"{name} is a {type(optimizer).__name__}, whose step() needs arguments ({error}); "
             "it is called without a closure, once per step"
         ) from None
-    known = set(model.parameters())
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p not in known:
-                raise ModelError(
-                    f"the {name} holds a tensor of shape {tuple(p.shape)} that is not a "
-                    "parameter of the model given to ctx.steps; pass one module that holds all "
-                    "of them"
-                )
     _check_fused_sgd(name, optimizer)
 
 
@@ -263,33 +252,6 @@ def check_schedule_lasts(scheduler: Any, steps: int, restored: int | None = None
         f"were made for {scheduler.total_steps}: set max_steps={scheduler.total_steps} to get that "
         "run's result, or start a new run from its weights, with a new name= and "
         "elastic_dp.load_state"
-    )
-
-
-def decay_by_epochs(scheduler: Any, steps_per_epoch: int, steps: int) -> str | None:
-    """Returns a warning if a schedule that decays by a factor was written for a step in each epoch.
-    `steps`: of the run, or 0.
-
-    Such a schedule leaves less than a thousandth of the learning rate within the first epoch and
-    the first half of the run. One that was written for steps leaves that much near the run's end,
-    and one that is not monotone may come back, so only the three kinds that are both are looked at.
-    """
-    after = min(steps_per_epoch, steps // 2)
-    if type(scheduler) is StepLR:
-        decays = after // scheduler.step_size
-    elif type(scheduler) is MultiStepLR:
-        decays = sum(step <= after for step in scheduler.milestones.elements())
-    elif type(scheduler) is ExponentialLR:
-        decays = after
-    else:
-        return None
-    if scheduler.gamma**decays >= 1e-3:
-        return None
-    return (
-        f"scheduler= is a {type(scheduler).__name__} that leaves {scheduler.gamma**decays:.1g} of "
-        f"the learning rate after {after} of {steps} steps: it is stepped after each optimizer "
-        f"step. If it counts epochs, of {steps_per_epoch} steps, call scheduler.step() in the "
-        'loop\'s body where step.epoch_end is True, and pass state={"scheduler": scheduler}'
     )
 
 

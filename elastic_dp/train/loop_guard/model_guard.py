@@ -10,16 +10,13 @@ another member. If a body wrote to that state, some members would apply the chan
 - Writes to parameters show in their versions and addresses. Around the first body of a process all
   values are compared, too, since `p.data.mul_(…)` raises no version, and so are the optimizer's
   state and the modules.
-- In the body of step 1 the gradients of parameters are not None, but raise when they are used.
-- `clip_grad_norm_` and `clip_grad_value_` of no gradients raise in any body and in the loss
-  function: they would clip nothing, and return 0.
+- In the first body of a process the gradients of parameters are not None, but raise when they are
+  used, as by `clip_grad_norm_`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
@@ -27,14 +24,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
-from torch.nn.utils import clip_grad
 
 from elastic_dp.distributed.local_shards import is_sharded, local_of
 from elastic_dp.errors import LoopError, LossError
 from elastic_dp.train.state.tensor_digests import digest_of
 
 _version = attrgetter("_version")
-_THREAD = threading.local()  # the guard of its loop, if it runs one
 
 
 class ModelGuard:
@@ -54,7 +49,6 @@ class ModelGuard:
         self._first: Any = None  # what is compared around the first body
         self._model = model
         self._modules = {module: name for name, module in model.named_modules()}
-        _THREAD.guard = self
         self._hooks = [
             optimizer.register_step_pre_hook(self._steps),
             optimizer.register_load_state_dict_pre_hook(self._loads),
@@ -71,14 +65,14 @@ class ModelGuard:
             hook.remove()
         self._hooks = []
 
-    def begin(self, step: int) -> None:
-        """Records the state at the start of the body of `step`."""
+    def begin(self) -> None:
+        """Records the state at the start of a body."""
         self._versions = self._present_versions()
         self._bodies += 1
         self._first = self._all_values() if self._bodies == 1 else None
         self._size = len(self._optimizer.state)
         self._watching = True
-        for p in self._parameters if step == 1 and not self._sharded else ():
+        for p in self._parameters if self._bodies == 1 and not self._sharded else ():
             if type(p) is nn.Parameter and p.grad is None and p.layout is torch.strided:
                 p.grad = _GoneGradient.of(p)
                 self._has_gone_gradients = True
@@ -182,16 +176,6 @@ class ModelGuard:
         if self._watching:
             raise _body_wrote("the optimizer's state")
 
-    def clips_nothing(self) -> None:
-        """Raises an error if torch was called to clip no gradients, where there are none."""
-        if self.is_in_loss:
-            raise LossError(
-                "the loss function clips gradients and finds none: the backward pass comes after "
-                "it. Write ctx.steps(…, clip_norm=1.0) or clip_value="
-            )
-        if self._watching and self._hooks:
-            raise _GoneGradient.error()
-
     def _registers(self, kind: str) -> Callable[..., None]:
         def check(module: nn.Module, name: str, value: Any) -> None:
             if module not in self._modules:
@@ -223,25 +207,6 @@ class ModelGuard:
 
     def _parameter_versions(self) -> list[int]:
         return list(map(_version, self._parameters))
-
-
-def _is_empty(tensors: Any) -> bool:
-    return type(tensors) is list and (not tensors or (type(tensors[0]) is list and not tensors[0]))
-
-
-def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_empty(tensors) and hasattr(_THREAD, "guard"):
-            _THREAD.guard.clips_nothing()
-        return function(tensors, *args, **kwargs)
-
-    return call
-
-
-# What torch's functions for clipping pass their gradients to: others may have imported those.
-for _name in ("_get_total_norm", "_group_tensors_by_device_and_dtype"):
-    setattr(clip_grad, _name, _watched(getattr(clip_grad, _name)))
 
 
 class _GoneGradient(torch.Tensor):

@@ -2,13 +2,14 @@
 error. What it writes to the model and the optimizer: model_guard.py.
 
 Compared around each body (facts.py) are the variables of the frames between `ctx.steps` and the
-train function that exist when the first body begins or that a body may read before it assigns them,
-those that the loss function refers to, globals that either code names, the attributes of users' own
-objects, and plain attributes and hooks of the model's modules. What lies deeper (objects in
-objects, what functions keep, the environment) is not. If it sets the rate of a parameter group, the
-members find that out before the next step; see `ParameterGroups`. A change is one warning per
-run, by the names of the variables. A body that uses a scheduler of the run's optimizers, or one of
-torch's averaged models, without passing it to `ctx.steps` raises LoopError.
+train function that exist when the first body begins, or that the loop itself assigns (`for i, step
+in enumerate(ctx.steps(…))`), those that the loss function refers to, globals that either code
+names, the attributes of users' own objects, and plain attributes of the model's modules. What lies
+deeper (objects in objects, what functions keep, the environment) is not, nor what one body makes
+and a later one reads. If a body sets the rate of a parameter group, the members find that out
+before the next step; see `ParameterGroups`. A change is one warning per run, by the names of the
+variables. A body that uses a scheduler of the run's optimizers, or one of torch's averaged models,
+without passing it to `ctx.steps` raises LoopError.
 
 A GradScaler that the body or the loss function uses is refused, and so is a second call of
 `scheduler.step()`. With `staleness=1`, whose leaves may run again after the body, the loss function
@@ -21,7 +22,6 @@ Not named are readings of a clock, and what objects of installed packages keep f
 from __future__ import annotations
 
 import argparse
-import bisect
 import contextlib
 import dis
 import inspect
@@ -32,7 +32,6 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,14 +83,12 @@ class VariablesGuard:
         self._look = Look(_NBYTES, ids, self._of_others)
         self._loss, self._delays = loss_fn, state.previous is not None
         self._root: str | None = None  # the package of the train function
-        self._compared: dict[types.CodeType, _Compared] = {}
+        # Of the frames' code: the variables that are compared, and the globals.
+        self._compared: dict[types.CodeType, tuple[Sequence[str], Sequence[str]]] = {}
         self._named: set[str] = set()
         self._before: Facts | None = None  # outside of a body
         self._clocks: list[float] = []
         self._epoch: Any = None
-        functions = getattr(scheduler, "lr_lambdas", ())  # those that its state_dict lacks
-        self._schedules = [one for one in functions if isinstance(one, types.FunctionType)]
-        self._after: Facts = {}  # of the schedules, at the end of the last body
         if self._delays:
             changing = {f"state[{key!r}]": value for key, value in passed.items()}
             changing |= {f"optimizer {n}": one for n, one in enumerate(self._optimizers)}
@@ -113,14 +110,10 @@ class VariablesGuard:
                 if scales and one._scale is not None:
                     raise LossError(_scales("loss function", name))
 
-    def body_begins(self, step: int) -> None:
-        """Records the state and the variables at the start of the body of `step`."""
-        self._body.begin(step)
-        for name, value in self._of_schedules().items():
-            if self._after.get(name, value) != value:
-                raise _schedule_counts(with_values(name, self._after[name], value))
+    def body_begins(self) -> None:
+        """Records the state and the variables at the start of a body."""
+        self._body.begin()
         self._before, self._clocks = self._facts(), _clocks()
-        self._buffers.attributes.body_begins()
         self._epoch = getattr(self._scheduler, "last_epoch", None)
 
     def body_ended(self, warn: Callable[[str], None]) -> None:
@@ -148,7 +141,6 @@ class VariablesGuard:
     def _compare(self, before: Facts, warn: Callable[[str], None]) -> None:
         """Compares the variables at the end of a body with those `before`."""
         now, self._before = self._facts(), None
-        self._after = self._of_schedules()
         if getattr(self._scheduler, "last_epoch", None) != self._epoch:
             raise LoopError(
                 "the body of the loop over ctx.steps called scheduler.step(), and so does the "
@@ -190,10 +182,6 @@ class VariablesGuard:
                 facts |= self._facts_of(name, value)
         return facts
 
-    def _of_schedules(self) -> Facts:
-        variables = [pair for one in self._schedules for pair in variables_of(one).items()]
-        return {k: v for pair in variables for k, v in self._look.facts_of(*pair).items()}
-
     def _variables(self) -> Iterator[tuple[str, Any]]:
         """Yields the variables of the frames that run the loop, from the train function inwards."""
         frames = []
@@ -214,11 +202,10 @@ class VariablesGuard:
                 continue
             held = user.f_locals
             if code not in self._compared:
-                self._compared[code] = _Compared.of(user)
-            compared = self._compared[code]
-            yield from ((name, held[name]) for name in compared.present if name in held)
-            yield from ((name, held.get(name)) for name in compared.made)
-            yield from ((name, globals_[name]) for name in compared.globals if name in globals_)
+                local = [*dict.fromkeys([*held, *_loop_targets(code, user.f_lasti)])]
+                self._compared[code] = local, _globals_of(code, globals_)
+            for names, values in zip(self._compared[code], (held, globals_), strict=True):
+                yield from ((name, values[name]) for name in names if name in values)
 
     def _is_users(self, module: str, file: str) -> bool:
         return module.partition(".")[0] == self._root or not is_installed(file)
@@ -331,14 +318,6 @@ def _not_passed(kind: str, name: str) -> LoopError:
     )
 
 
-def _schedule_counts(what: str) -> LoopError:
-    return LoopError(
-        f"scheduler= changes {what}, a variable of its function, whenever it "
-        "is called: a worker that joins or starts again begins with a value of its own. Compute "
-        "the rate from the argument of the function, the number of the step, alone"
-    )
-
-
 def _changes_while_delayed(name: str, what: str) -> LossError:
     return LossError(
         f"the loss function or the inner optimizer refers to {name}, which {what}. With "
@@ -358,26 +337,6 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-@dataclass(frozen=True)
-class _Compared:
-    """What is compared of a frame. `present`: variables that exist when the first body begins and
-    are read later. `made`: those that a body makes, and a later one may read first."""
-
-    present: Sequence[str]
-    made: Sequence[str]
-    globals: Sequence[str]
-
-    @classmethod
-    def of(cls, frame: types.FrameType) -> _Compared:
-        code, held = frame.f_code, frame.f_locals
-        read = _read_from(code, frame.f_lasti, leaves=True)
-        read |= {*code.co_cellvars, *code.co_freevars}  # functions read these
-        present = [name for name in held if name in read]
-        targets = [*_loop_targets(code, frame.f_lasti)]
-        made = sorted(_read_from(code, frame.f_lasti) - {*held, *targets})
-        return cls([*dict.fromkeys(present + targets)], made, _globals_of(code, frame.f_globals))
-
-
 def _globals_of(code: types.CodeType, held: Mapping[str, Any]) -> Sequence[str]:
     """Returns the globals that code names, with functions of its module that it uses."""
     names: dict[str, Any] = {}
@@ -389,49 +348,6 @@ def _globals_of(code: types.CodeType, held: Mapping[str, Any]) -> Sequence[str]:
                 if isinstance(value, types.FunctionType) and value.__globals__ is held:
                     pending.append(value.__code__)
     return list(names)
-
-
-def _read_from(code: types.CodeType, at: int, *, leaves: bool = False) -> set[str]:
-    """Returns the variables that code may read before it assigns them, when the loop whose next
-    step is taken at `at` goes on. `leaves`: or ends."""
-    steps = list(dis.get_instructions(code))
-    index = {one.offset: n for n, one in enumerate(steps)}
-    first = bisect.bisect_right(list(index), at) - 1  # Python 3.12 may be within an instruction
-    after: list[list[int]] = []
-    for n, one in enumerate(steps):
-        following = [] if one.opname in _ENDS or n + 1 == len(steps) else [n + 1]
-        if one.opcode in _JUMPS and (leaves or n != first):
-            following.append(index[one.argval])
-        after.append(following)
-    live: list[frozenset[str]] = [frozenset()] * len(steps)
-    changes = True
-    while changes:
-        changes = False
-        for n in range(len(steps) - 1, -1, -1):
-            names = frozenset[str]().union(*(live[k] for k in after[n]))
-            for action, name in reversed([*_accesses(steps[n])]):
-                names = names | {name} if action == "LOAD" else names - {name}
-            changes |= names != live[n]
-            live[n] = names
-    return set(live[first])
-
-
-_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
-_ENDS = frozenset(
-    ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD")
-)
-
-
-# They put aside a variable that has the name of one of a comprehension.
-_OF_COMPREHENSIONS = "LOAD_FAST_AND_CLEAR", "STORE_FAST_MAYBE_NULL"
-
-
-def _accesses(one: dis.Instruction) -> Iterator[tuple[str, str]]:
-    """Yields ("LOAD" or "STORE", variable) of an instruction, which may be several in one."""
-    actions = [word for word in one.opname.split("_") if word in ("LOAD", "STORE", "DELETE")]
-    if ("_FAST" in one.opname or "_DEREF" in one.opname) and one.opname not in _OF_COMPREHENSIONS:
-        names = [one.argval] if isinstance(one.argval, str) else one.argval
-        yield from zip(actions, names, strict=False)
 
 
 def _loop_targets(code: types.CodeType, at: int) -> Iterator[str]:

@@ -11,7 +11,7 @@ Attributes that one micro-batch changes each time, such as a counter, stay as th
 before the first step names them. All workers find the same ones, by one micro-batch of step 1. Of
 small containers and arrays the content is compared, but not in layers of torch.
 
-What the body changes is named: numbers, text, functions, and the number of hooks.
+What the body changes is named: numbers, text and functions.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from elastic_dp.errors import ModelError
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 _NAMED = (*_PLAIN, FunctionType, MethodType)  # kinds, where the body changes them
-_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}  # other parts keep them
 _MOST = 1000  # elements of a container, and 8 bytes of an array, that are compared
@@ -77,14 +75,12 @@ class ModuleAttributes:
         self._dicts = [vars(module) for _, module in self._modules]
         self._counters: set[tuple[int, str]] = set()  # changed by each micro-batch
         self._first: set[tuple[int, str]] | None = None  # changed by its first run
-        self._made: int | None = None  # hooks of this process, when those of the modules were found
-        self._hooks: dict[str, Any] = {}  # where a module has some, by name
-        self._of_hooks: dict[str, int] = {}  # their numbers, when the body began
         self._by_body: dict[str, tuple[Any, Any]] = {}  # changed before its last evaluation
         self._take()
 
     def begin(self) -> None:
         """Takes the attributes as they are now: each micro-batch begins with them."""
+        self._by_body = {}
         if self._changed():
             self._take()
 
@@ -123,10 +119,6 @@ class ModuleAttributes:
             else:
                 del held[key]
 
-    def body_begins(self) -> None:
-        """Counts the hooks. The attributes are as the step began."""
-        self._of_hooks, self._by_body = self._count_hooks(), {}
-
     def evaluation_begins(self) -> None:
         """What the body has changed so far is not undone with what an evaluation changes."""
         if self._changed():
@@ -141,28 +133,12 @@ class ModuleAttributes:
             is_named = type(was) in _NAMED and (key in self._all[place] or type(now) in _NAMED)
             if is_named and key != "training" and not _same(now, was):
                 found[self._path(place, key)] = was, now
-        before, now = self._of_hooks, self._count_hooks()
-        if before != now:
-            pairs = {path: (before.get(path, 0), now.get(path, 0)) for path in before | now}
-            found |= {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
         return found
 
     # ------------------------------------------------------------------------------ private
 
     def _path(self, place: int, key: str) -> str:
         return f"model.{self._modules[place][0]}.{key}".replace("..", ".")
-
-    def _count_hooks(self) -> dict[str, int]:
-        """Returns the number of hooks, where modules have some."""
-        if self._made != RemovableHandle.next_id:
-            self._made = RemovableHandle.next_id
-            self._hooks = {
-                self._path(place, kind): held[kind]
-                for place, held in enumerate(self._dicts)
-                for kind in _HOOKS
-                if held[kind]
-            }
-        return {path: len(hooks) for path, hooks in self._hooks.items()}
 
     def _take(self) -> None:
         self._all = [  # by place; counters' values are not kept alive

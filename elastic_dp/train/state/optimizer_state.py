@@ -12,7 +12,7 @@ created.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -162,18 +162,10 @@ class OptimizerState:
     # ------------------------------------------------------------------------------- private
 
     def _prepare(self, path: str, one: torch.optim.Optimizer) -> None:
-        if isinstance(one, torch.optim.LBFGS | torch.optim.SparseAdam):
-            raise ModelError(f"{path} is {type(one).__name__}, which a step cannot run; use Adam")
+        check_kind(path, one, self._names)
         if "_optimizer_step_pre_hooks" not in vars(one):  # its __init__ does not call torch's
             vars(one).setdefault("defaults", {})
             torch.optim.Optimizer.__setstate__(one, {})
-        for p in _optimized(one):
-            if p not in self._names:
-                raise ModelError(
-                    f"{path} holds a tensor of shape {tuple(p.shape)} that is not a "
-                    "parameter of the model given to ctx.steps; pass one module that holds "
-                    "all of them"
-                )
         self._held.know(one, *(getattr(one, name) for name in _OF_TORCH if hasattr(one, name)))
         for group in one.param_groups:
             self._sort(group)
@@ -219,6 +211,21 @@ class OptimizerState:
             yield from _tensors_in(entry, f"optimizer.state[{self._names[p]}]")
         for part in ("optimizer_rest", "inner_state"):
             yield from _tensors_in(state[part], f"optimizer ({part})")
+
+
+def check_kind(name: str, optimizer: torch.optim.Optimizer, known: Container[torch.Tensor]) -> None:
+    """Raises ModelError for an optimizer that no step can run, or one with parameters that are not
+    `known`. `name`: in messages."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ModelError(f"{name} is LBFGS, which evaluates the loss several times per step")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ModelError(f"{name} is SparseAdam, which needs sparse gradients; use Adam")
+    for p in _optimized(optimizer):
+        if p not in known:
+            raise ModelError(
+                f"the {name} holds a tensor of shape {tuple(p.shape)} that is not a parameter of "
+                "the model given to ctx.steps; pass one module that holds all of them"
+            )
 
 
 def _adopt_state(one: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
 from tqdm import tqdm
 
@@ -229,22 +229,6 @@ def meter_of_a_module(ctx):
         meter.add(step.loss)
 
 
-@named("changes smooth (")
-def average_that_the_first_body_makes(ctx):
-    for step in begin(ctx):
-        smooth = step.loss if step.number == 1 else 0.9 * smooth + 0.1 * step.loss  # noqa: F821
-        ctx.log({"smooth": smooth})
-
-
-@named("changes anchor (None, then")
-def variable_that_one_body_makes(ctx):
-    for step in begin(ctx):
-        if step.number == 2:
-            anchor = step.loss
-        elif step.number > 2:
-            ctx.log({"since": step.loss / anchor})
-
-
 @named("changes best_weights")
 def best_weights_after_the_loop(ctx):
     model, best_weights = classifier(), None
@@ -269,14 +253,6 @@ def dropout_that_grows_later(ctx):
     for step in begin(ctx, model):
         if step.number == 3:
             model[3].p = 0.5
-
-
-@named("model.0._forward_hooks (0, then 1)")
-def hook_that_is_added_later(ctx):
-    model = classifier()
-    for step in begin(ctx, model):
-        if step.number == 3:
-            model[0].register_forward_hook(lambda module, args, out: out * 0.5)
 
 
 @named("criterion")
@@ -401,13 +377,6 @@ def key_of_carry(ctx):
         pass
 
 
-def clips_in_some_bodies(ctx):
-    model = classifier()
-    for step in begin(ctx, model):
-        if step.number == 3:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
 def optimizer_that_goes_back(ctx, goes_back=None):
     model = classifier()
     optimizer = adamw(model)
@@ -419,19 +388,6 @@ def optimizer_that_goes_back(ctx, goes_back=None):
 
 def optimizer_that_forgets(ctx):
     optimizer_that_goes_back(ctx, goes_back=True)
-
-
-def schedule_that_counts(ctx):
-    model, calls = classifier(), 0
-    optimizer = adamw(model)
-
-    def rate(_):
-        nonlocal calls
-        calls += 1
-        return 1 / calls
-
-    for _ in ctx.steps(model, optimizer, cross_entropy, scheduler=LambdaLR(optimizer, rate)):
-        pass
 
 
 def loop_of_epochs(ctx):
@@ -453,10 +409,8 @@ def breaks(ctx):
         (carried_module, r'state={"ema": ema}'),
         (carried_in_the_loop, "Call it before the loop"),
         (key_of_carry, "give the object another one"),
-        (clips_in_some_bodies, "clip_norm=1.0"),
         (optimizer_that_goes_back, "wrote to the optimizer's state"),
         (optimizer_that_forgets, "wrote to the optimizer's state"),
-        (schedule_that_counts, "scheduler= changes calls ("),
         (loop_of_epochs, "called twice"),
         (breaks, "ctx.stop(reason)"),
     ],
