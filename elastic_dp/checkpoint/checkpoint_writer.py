@@ -20,18 +20,29 @@ from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.errors import LeaseLost, StateError
 
 
-@dataclass(frozen=True)
-class WorkerBlobs:
-    """What one member reports to the committer about the blobs of a checkpoint.
+@dataclass(frozen=True, slots=True)
+class WrittenBlobs:
+    """What one member has written of a checkpoint.
 
-    `manifest` describes what it holds. `planned` says who is to write each blob in it, by name, and
-    `written` has the names of those that the member wrote.
+    - `manifest` describes what it holds. `planned` says who is to write each blob in it, by name,
+      and `written` has the names of those that the member wrote.
+    - `members` are those that shared the writing, by rank; a member that is a step behind may have
+      others.
+    - `metadata` is what the member knows of the commit record's.
+    - `stall_s` is how long the snapshot blocked this member's training, in seconds.
+    - `took_s` is the time from the begin of the snapshot to this report, in seconds.
+    - `lineage_id` is the generation in which the run of this state began or went back.
     """
 
     writer: str
     manifest: Manifest
     planned: Mapping[str, str]
     written: frozenset[str]
+    members: tuple[str, ...]
+    metadata: CommitMetadata = field(default_factory=CommitMetadata)
+    stall_s: float = 0.0
+    took_s: float = 0.0
+    lineage_id: int = 0
 
     @property
     def step(self) -> int:
@@ -43,26 +54,6 @@ class WorkerBlobs:
         return self.manifest.common_digest
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenBlobs:
-    """What one member has written of a checkpoint.
-
-    - `members` are those that shared the writing, by rank; a member that is a step behind may have
-      others.
-    - `metadata` is what the member knows of the commit record's.
-    - `stall_s` is how long the snapshot blocked this member's training, in seconds.
-    - `took_s` is the time from the begin of the snapshot to this report, in seconds.
-    - `lineage_id` is the generation in which the run of this state began or went back.
-    """
-
-    blobs: WorkerBlobs
-    members: tuple[str, ...]
-    metadata: CommitMetadata = field(default_factory=CommitMetadata)
-    stall_s: float = 0.0
-    took_s: float = 0.0
-    lineage_id: int = 0
-
-
 def write_blobs(
     catalog: Catalog,
     snapshot: Snapshot,
@@ -71,7 +62,7 @@ def write_blobs(
     writer: str,
     members: Sequence[str],
     names: Collection[str] | None = None,
-) -> WorkerBlobs:
+) -> WrittenBlobs:
     """Writes the blobs that `writer` is to write, or those with these names. `members` share what
     they hold.
 
@@ -89,10 +80,10 @@ def write_blobs(
         catalog.store.write(path, snapshot.content(name))
 
     list(executor.map(write, mine))
-    return WorkerBlobs(writer, manifest, planned, frozenset(mine))
+    return WrittenBlobs(writer, manifest, planned, frozenset(mine), tuple(members))
 
 
-def written_blobs(reports: Collection[WorkerBlobs]) -> list[Blob]:
+def written_blobs(reports: Collection[WrittenBlobs]) -> list[Blob]:
     """Returns the blobs that some member has written, without those of which other ones have all
     units: members of two generations may have put a unit into different blobs."""
     held, names = _held_blobs(reports), {name for one in reports for name in one.written}
@@ -104,7 +95,7 @@ def written_blobs(reports: Collection[WorkerBlobs]) -> list[Blob]:
     return chosen
 
 
-def owed_blobs(reports: Collection[WorkerBlobs]) -> dict[str, set[str]]:
+def owed_blobs(reports: Collection[WrittenBlobs]) -> dict[str, set[str]]:
     """Returns the blobs with units that nobody has written, by name, and who is to write each."""
     written = {one for blob in written_blobs(reports) for one in blob.ranges}
     held = _held_blobs(reports).values()
@@ -115,11 +106,11 @@ def owed_blobs(reports: Collection[WorkerBlobs]) -> dict[str, set[str]]:
     return owed
 
 
-def _held_blobs(reports: Iterable[WorkerBlobs]) -> dict[str, Blob]:
+def _held_blobs(reports: Iterable[WrittenBlobs]) -> dict[str, Blob]:
     return {blob.name: blob for one in reports for blob in one.manifest.blobs}
 
 
-def written_manifest(reports: Collection[WorkerBlobs]) -> Manifest | None:
+def written_manifest(reports: Collection[WrittenBlobs]) -> Manifest | None:
     """Returns the manifest of what members have written together, or None if that is not a whole
     state. What is common to all is as in the first report, which a member may have written of
     another state, of the same tensors."""
@@ -134,7 +125,7 @@ def written_manifest(reports: Collection[WorkerBlobs]) -> Manifest | None:
     return None if made.missing() else made
 
 
-def members_that_differ(reports: Iterable[WorkerBlobs]) -> list[str]:
+def members_that_differ(reports: Iterable[WrittenBlobs]) -> list[str]:
     """Returns the members that hold something else of a divided state than another member."""
     holders: dict[Any, dict[str, set[str]]] = {}
     for one in reports:
@@ -153,7 +144,7 @@ def members_that_differ(reports: Iterable[WorkerBlobs]) -> list[str]:
 
 def write_commit(
     catalog: Catalog,
-    reports: Sequence[WorkerBlobs],
+    reports: Sequence[WrittenBlobs],
     fence: int,
     metadata: CommitMetadata,
 ) -> CommitRecord:

@@ -17,17 +17,19 @@ what was written under an old one (catalog.py).
   readable object, and a claimant that saw none for `lease_s` may take over.
 - After creating a number, a claimant checks that it is the newest: an old number may be free
   because its object was deleted.
-- `Lease` uses neither a clock nor a store: the caller tells it what is there, and it answers what
-  to do. `Holder` executes that on a store.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import socket
+import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from elastic_dp.errors import FileDamaged, LeaseLost, RunMismatch
@@ -65,18 +67,6 @@ class Record:
 
 
 @dataclass(frozen=True)
-class ReadNewest:
-    """Asks for the newest record, or None, and the time after reading it."""
-
-
-@dataclass(frozen=True)
-class Create:
-    """Asks to create this record. The answer is whether it was created."""
-
-    record: Record
-
-
-@dataclass(frozen=True)
 class Held:
     """The result if another claimant holds the lease: try again in `wait_s` seconds."""
 
@@ -85,33 +75,45 @@ class Held:
 
 
 T = TypeVar("T")
-Steps = Generator[ReadNewest | Create, Any, T]
+# What a claimant asks for: None for the newest record and the time after reading it, or a record
+# that is to be created.
+_Steps = Generator[Record | None, Any, T]
 
 
 class Lease:
-    """The decisions of one claimant.
-
-    The methods are generators: they yield `ReadNewest` and `Create`, receive the answers with
-    `send`, and return the outcome. `now_s` is a monotonic clock of this machine, `wall_s` the wall
-    clock, both in seconds and both read before the first request.
-    """
+    """The lease of the run in a store, as one claimant sees it. A claimant uses it from one thread
+    at a time."""
 
     def __init__(
         self,
+        store: Store,
         holder: str,
         token: str,
         lease_s: float = 60.0,
+        *,
         gone: Callable[[Record], bool] = lambda record: False,
+        used: Callable[[], int] = lambda: 0,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         """`gone` returns whether a holder is known to be dead, so that claimants need not wait for
-        it."""
-        self.lease_s, self._gone = lease_s, gone
+        it. `used` returns the highest number that something was written under: it counts where the
+        lease objects themselves were deleted."""
+        self.lease_s = lease_s
         self.held: Record | None = None
         self.followed: Record | None = None  # the newest record when the lease was acquired
-        self._holder, self._token = holder, token
+        self._store, self._folder = store, path_in(store, "lease")
+        self._holder, self._token, self._gone, self._used = holder, token, gone, used
+        self._clock, self._wall = clock, wall
         self._seen: Record | None = None
         self._seen_at_s = 0.0
         self._renewed_at_s = 0.0
+
+    @classmethod
+    def of_this_process(cls, store: Store, token: str, lease_s: float, **options: Any) -> Lease:
+        """Returns a claim of this process. Whoever finds it on this machine knows whether the
+        process is still there. `options`: see `__init__`."""
+        return cls(store, _this_process(), token, lease_s, gone=_is_gone, **options)
 
     @property
     def fence(self) -> int:
@@ -123,104 +125,34 @@ class Lease:
         """Returns when to renew: early enough for two more attempts."""
         return self._renewed_at_s + self.lease_s / 3
 
-    def is_valid(self, now_s: float) -> bool:
+    def is_valid(self) -> bool:
         """Returns whether no other claimant can hold the lease yet. Does not ask the store."""
-        return self.held is not None and now_s < self._renewed_at_s + self.lease_s
+        return self.held is not None and self._clock() < self._renewed_at_s + self.lease_s
 
-    def acquire(self, now_s: float, wall_s: float) -> Steps[Record | Held]:
+    def acquire(self) -> Record | Held:
         """Takes the lease if it is free or expired."""
-        newest, seen_at_s = yield ReadNewest()
-        if newest != self._seen:
-            self._seen, self._seen_at_s = newest, seen_at_s
-        if newest is not None and newest.state == "held" and newest.token != self._token:
-            wait_s = self._wait_s(newest, seen_at_s, wall_s)
-            if wait_s > 0:
-                return Held(newest, wait_s)
-        self.followed = newest
-        number = 1 if newest is None else newest.number + 1
-        return (yield from self._create(number, "held", now_s, wall_s))
+        return self._run(self._acquire(self._clock(), self._wall()))
 
-    def renew(self, now_s: float, wall_s: float) -> Steps[Record]:
-        """Creates the next number, which is also the new fence. Raises LeaseLost if another has
-        taken it."""
+    def renew(self) -> Record:
+        """Creates the next number, which is also the new fence, and deletes old objects. Raises
+        LeaseLost if another claimant has taken it."""
         assert self.held is not None
-        outcome = yield from self._create(self.held.number + 1, "held", now_s, wall_s)
+        outcome = self._run(self._create("held", self._clock(), self._wall()))
         if isinstance(outcome, Held):
             self.held = None
             raise LeaseLost(
                 f"the run is held by {outcome.by.holder} now: its lease was not renewed in time"
             )
+        for old in self._numbers():
+            if old <= outcome.number - _KEPT:
+                self._store.delete(self._path(old))
         return outcome
 
-    def release(self, now_s: float, wall_s: float) -> Steps[None]:
+    def release(self) -> None:
         """Releases the lease, so that the next claimant need not wait."""
         assert self.held is not None
-        yield from self._create(self.held.number + 1, "released", now_s, wall_s)
+        self._run(self._create("released", self._clock(), self._wall()))
         self.held = None
-
-    def _wait_s(self, newest: Record, now_s: float, wall_s: float) -> float:
-        if wall_s - newest.at > _LONG_AGO * self.lease_s or self._gone(newest):
-            return 0.0
-        return self._seen_at_s + self.lease_s - now_s
-
-    def _create(
-        self, number: int, state: Literal["held", "released"], now_s: float, wall_s: float
-    ) -> Steps[Record | Held]:
-        """Creates the record of this number, or the next free one.
-
-        The newest record may already be ours: the answer to an earlier request may have been lost.
-        """
-        while True:
-            mine = Record(number, self._holder, self._token, state, wall_s)
-            yield Create(mine)
-            newest, seen_at_s = yield ReadNewest()
-            if newest == mine:
-                self.held, self._renewed_at_s = mine, now_s
-                return mine
-            if newest is None:  # deleted in the meantime
-                continue
-            if newest.token != self._token:
-                self._seen, self._seen_at_s = newest, seen_at_s
-                return Held(newest, self.lease_s)
-            number = newest.number + 1
-
-
-class Holder:
-    """Executes the decisions of a `Lease` on a store. One thread at a time may use it.
-
-    `clock` and `wall` return the clocks that `Lease` describes.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        lease: Lease,
-        clock: Callable[[], float],
-        wall: Callable[[], float],
-        used: Callable[[], int] = lambda: 0,
-    ) -> None:
-        """`used` returns the highest number that something was written under.
-
-        It counts where the lease objects themselves were deleted.
-        """
-        self.lease, self._used = lease, used
-        self._store, self._clock, self._wall = store, clock, wall
-        self._folder = path_in(store, "lease")
-
-    def acquire(self) -> Record | Held:
-        """Takes the lease if it is free or expired."""
-        return self._run(self.lease.acquire(self._clock(), self._wall()))
-
-    def renew(self) -> Record:
-        """Renews the lease and deletes old objects. Raises LeaseLost if another claimant has taken
-        it."""
-        record: Record = self._run(self.lease.renew(self._clock(), self._wall()))
-        self._delete_old(record.number)
-        return record
-
-    def release(self) -> None:
-        """Releases the lease."""
-        self._run(self.lease.release(self._clock(), self._wall()))
 
     def newest(self) -> Record | None:
         """Returns the newest lease record, whoever holds it, or None."""
@@ -232,6 +164,63 @@ class Holder:
                 numbers = self._numbers()
         used = self._used()  # the lease objects were deleted
         return Record(used, "", "", "released", 0.0) if used else None
+
+    # ----------------------------------------------------------------------------- decisions
+
+    def _acquire(self, now_s: float, wall_s: float) -> _Steps[Record | Held]:
+        """`now_s` and `wall_s`: both clocks before the first request."""
+        newest, seen_at_s = yield None
+        if newest != self._seen:
+            self._seen, self._seen_at_s = newest, seen_at_s
+        if newest is not None and newest.state == "held" and newest.token != self._token:
+            long_ago = wall_s - newest.at > _LONG_AGO * self.lease_s
+            wait_s = self._seen_at_s + self.lease_s - seen_at_s
+            if wait_s > 0 and not (long_ago or self._gone(newest)):
+                return Held(newest, wait_s)
+        self.followed = newest
+        number = 1 if newest is None else newest.number + 1
+        return (yield from self._create("held", now_s, wall_s, number))
+
+    def _create(
+        self,
+        state: Literal["held", "released"],
+        now_s: float,
+        wall_s: float,
+        number: int | None = None,
+    ) -> _Steps[Record | Held]:
+        """Creates the record of this number, by default the one after ours, or the next free one.
+
+        The newest record may already be ours: the answer to an earlier request may have been lost.
+        """
+        number = self.fence + 1 if number is None else number
+        while True:
+            mine = Record(number, self._holder, self._token, state, wall_s)
+            yield mine
+            newest, seen_at_s = yield None
+            if newest == mine:
+                self.held, self._renewed_at_s = mine, now_s
+                return mine
+            if newest is None:  # deleted in the meantime
+                continue
+            if newest.token != self._token:
+                self._seen, self._seen_at_s = newest, seen_at_s
+                return Held(newest, self.lease_s)
+            number = newest.number + 1
+
+    # --------------------------------------------------------------------------------- store
+
+    def _run(self, steps: _Steps[T]) -> T:
+        answer: Any = None
+        while True:
+            try:
+                asked = steps.send(answer)
+            except StopIteration as end:
+                outcome: T = end.value
+                return outcome
+            if asked is None:
+                answer = self.newest(), self._clock()
+            else:
+                self._write(asked)
 
     def _read(self, number: int) -> Record:
         path = self._path(number)
@@ -248,19 +237,8 @@ class Holder:
         except FileDamaged as error:
             return Record.unreadable(number, f"{path} cannot be read: {error.reason}")
 
-    def _run(self, steps: Steps[Any]) -> Any:
-        answer: Any = None
-        while True:
-            try:
-                asked = steps.send(answer)
-            except StopIteration as end:
-                return end.value
-            if isinstance(asked, ReadNewest):
-                answer = self.newest(), self._clock()
-            else:
-                answer = self._create(asked.record)
-
-    def _create(self, record: Record) -> bool:
+    def _write(self, record: Record) -> None:
+        """Creates this record, unless its number is taken."""
         content = {key: value for key, value in vars(record).items() if key != "number"}
         try:
             self._store.write(
@@ -273,13 +251,6 @@ class Holder:
                     "something that is not a file has its name",
                     "Delete it and start the run again",
                 ) from None
-            return False
-        return True
-
-    def _delete_old(self, number: int) -> None:
-        for old in self._numbers():
-            if old <= number - _KEPT:
-                self._store.delete(self._path(old))
 
     def _numbers(self) -> list[int]:
         names = (entry.path.rpartition("/")[2] for entry in self._store.find(f"{self._folder}/"))
@@ -287,3 +258,35 @@ class Holder:
 
     def _path(self, number: int) -> str:
         return f"{self._folder}/{number:010}.json"
+
+
+def _machine() -> str:
+    """Returns a name of this boot of this machine and of this namespace of process ids, or "". A
+    host name is not enough: pods in the network of their host share it, and not the process ids."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot[:13]}.{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def _started_at(pid: int) -> str:
+    """Returns when a process of this machine started, or "". Process ids are used again."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _this_process() -> str:
+    return f"{socket.gethostname()}/{_machine()}/{os.getpid()}/{_started_at(os.getpid())}"
+
+
+def _is_gone(record: Record) -> bool:
+    """Returns whether the holder was a process of this machine that no longer exists."""
+    _, _, rest = record.holder.partition("/")
+    machine, _, process = rest.partition("/")
+    pid, _, started_at = process.partition("/")
+    if not machine or machine != _machine() or not pid.isdecimal() or not started_at:
+        return False
+    return _started_at(int(pid)) != started_at

@@ -17,13 +17,16 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from dataclasses import replace
 from typing import Any
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs, write_blobs
+from elastic_dp.checkpoint.checkpoint_writer import WrittenBlobs, write_blobs
+from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.snapshot import HeldState, Snapshot
 
 WRITES_IN_FLIGHT = 4
+_UNKNOWN = CommitMetadata()
 SOON_READY_BYTES = 32 << 20  # memory of this size takes some milliseconds
 PATIENCE_S = 5.0  # how long training waits for one upload: enough for one that is merely slow
 
@@ -32,23 +35,20 @@ class Uploader:
     """The uploads of one member. The training thread calls `take`; the rest runs on threads of the
     uploader.
 
-    `on_written` is called on such a thread with what the committer needs.
+    `on_written` is called on such a thread.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        on_written: Callable[[WorkerBlobs], None],
-    ) -> None:
+    def __init__(self, catalog: Catalog, on_written: Callable[[WrittenBlobs], None]) -> None:
         self.snapshot = Snapshot()
         self._catalog, self._on_written = catalog, on_written
         self._one = ThreadPoolExecutor(1, "checkpoint")
         self._writers = ThreadPoolExecutor(WRITES_IN_FLIGHT, "checkpoint-part")
-        self._running: Future[WorkerBlobs] | None = None
+        self._running: Future[WrittenBlobs] | None = None
         self._last: Future[Any] | None = None  # the same, or parts of it that were requested later
         self._making: Future[None] | None = None  # the memory ready for the first snapshot
-        self._writer = ""  # of the newest snapshot, as the next line
-        self._members: Sequence[str] = ()
+        self._began_at = self._stall_s = 0.0  # of the newest snapshot, as the next line
+        self._shared: dict[str, Any] = {}  # arguments of `write_blobs`
+        self._about: dict[str, Any] = {}  # of the reports
         self._patience_s = 0.0  # what is left of PATIENCE_S for the upload under way
         # Held while the snapshot is filled, and while parts that were requested later are written.
         self._copying = threading.Lock()
@@ -93,20 +93,22 @@ class Uploader:
         self,
         step: int,
         tree: Any,
+        held: HeldState | None = None,
         *,
         writer: str,
         members: Sequence[str],
-        held: HeldState | None = None,
         must: bool = True,
-    ) -> float | None:
+        metadata: CommitMetadata = _UNKNOWN,
+        lineage_id: int = 0,
+    ) -> bool:
         """Copies the state and starts to write what `writer` is to write, one of `members`. Returns
-        how long that blocked training, in seconds; None: the state has grown, and the memory for it
-        is made ready first, unless the checkpoint `must` be taken.
+        False if the state has grown, and the memory for it is made ready first, unless the
+        checkpoint `must` be taken.
 
-        `held`: see `Snapshot.take`. Raises StateError if the state cannot be stored, or the error
-        of the previous upload.
+        `held`: see `Snapshot.take`. `metadata` and `lineage_id`: see `WrittenBlobs`. Raises
+        StateError if the state cannot be stored, or the error of the previous upload.
         """
-        begun_at = time.perf_counter()
+        began_at = time.monotonic()
         self.wait()
         if self._making is not None:
             self._making.result()
@@ -115,19 +117,21 @@ class Uploader:
             taken = self.snapshot.take(step, tree, held, most_new=most_new)
         if not taken:
             self._make_ready(self.snapshot.memory.content.numel())
-            return None
-        self._writer, self._members = writer, members
+            return False
+        self._began_at, self._stall_s = began_at, time.monotonic() - began_at
+        self._shared = {"writer": writer, "members": members}
+        self._about = {"metadata": metadata, "lineage_id": lineage_id}
         self._patience_s = PATIENCE_S
         self._last = self._running = self._one.submit(self._write)
         self._one.submit(self.snapshot.memory.make_ready)  # after it, when nobody waits any more
-        return time.perf_counter() - begun_at
+        return True
 
     def write(self, step: int, names: Sequence[str]) -> None:
         """Also writes the blobs with these names, if the snapshot still holds this step. Any
         thread may call it."""
         self._last = self._one.submit(self._write_more, step, names)
 
-    def wait(self) -> WorkerBlobs | None:
+    def wait(self) -> WrittenBlobs | None:
         """Waits for the upload under way and returns its share, or None if there is none.
 
         Raises the error of that upload, once.
@@ -144,17 +148,18 @@ class Uploader:
     def _is_over(self) -> bool:
         return self._last is None or self._last.done()
 
-    def _write(self, names: Sequence[str] | None = None) -> WorkerBlobs:
-        blobs = write_blobs(
-            self._catalog,
-            self.snapshot,
-            self._writers,
-            writer=self._writer,
-            members=self._members,
-            names=names,
+    def _write(self, names: Sequence[str] | None = None) -> WrittenBlobs:
+        written = write_blobs(
+            self._catalog, self.snapshot, self._writers, names=names, **self._shared
         )
-        self._on_written(blobs)
-        return blobs
+        written = replace(
+            written,
+            stall_s=self._stall_s + self.snapshot.copied_s,
+            took_s=time.monotonic() - self._began_at,
+            **self._about,
+        )
+        self._on_written(written)
+        return written
 
     def _write_more(self, step: int, names: Sequence[str]) -> None:
         with self._copying:

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_dp.checkpoint.lease import Create, Held, Holder, Lease, ReadNewest, Record
+from elastic_dp.checkpoint.lease import Held, Lease, Record
 from elastic_dp.errors import FileDamaged, LeaseLost, RunMismatch
 from elastic_dp.storage import Store
 from tests.checkpoint.states import memory_store
 
 LEASE_S = 60.0
+STORE = memory_store()  # that of claimants in a `World`, who never use it
 
 
 @dataclass
@@ -33,17 +34,15 @@ class World:
         return self.objects[max(self.objects)] if self.objects else None
 
     def answer(self, asked):
-        if isinstance(asked, ReadNewest):
+        if asked is None:
             return self.newest(), self.now
-        assert isinstance(asked, Create)
-        number = asked.record.number
-        if number in self.objects:
-            return False
-        self.objects[number] = asked.record
-        if number == max(self.objects):
-            for old in [n for n in self.objects if n <= number - self.kept]:
-                del self.objects[old]
-        return True
+        number = asked.number
+        if number not in self.objects:
+            self.objects[number] = asked
+            if number == max(self.objects):
+                for old in [n for n in self.objects if n <= number - self.kept]:
+                    del self.objects[old]
+        return None
 
 
 class Claimant:
@@ -51,7 +50,7 @@ class Claimant:
 
     def __init__(self, world, name, wall_error=0.0):
         self.world, self.wall_error = world, wall_error
-        self.lease = Lease(name, name, LEASE_S)
+        self.lease = Lease(STORE, name, name, LEASE_S, clock=lambda: world.now)
         self.fences = []
         self._steps = self._asked = None
 
@@ -63,21 +62,21 @@ class Claimant:
             self._asked = self._steps.send(self.world.answer(self._asked))
         except StopIteration as end:
             self._steps = None
-            if isinstance(end.value, Record) and end.value.state == "held":
+            if isinstance(end.value, Record):
                 self.fences.append(end.value.number)
-        except LeaseLost:
-            self._steps = None
+            else:
+                self.lease.held = None  # as `renew` does
         return True
 
     def believes(self):
-        return self.lease.is_valid(self.world.now)
+        return self.lease.is_valid()
 
     def _begin(self):
         now, wall = self.world.now, self.world.now + self.wall_error
         if self.lease.held is None:
-            self._steps = self.lease.acquire(now, wall)
+            self._steps = self.lease._acquire(now, wall)
         elif now >= self.lease.renew_at_s():
-            self._steps = self.lease.renew(now, wall)
+            self._steps = self.lease._create("held", now, wall)
         else:
             return False
         self._asked = next(self._steps)
@@ -171,7 +170,7 @@ class Clock:
 
 
 def holder(store, name, clock):
-    return Holder(store, Lease(name, name, LEASE_S), clock, clock)
+    return Lease(store, name, name, LEASE_S, clock=clock, wall=clock)
 
 
 def test_waits_takes_over_and_refuses_the_frozen_one():
@@ -184,7 +183,7 @@ def test_waits_takes_over_and_refuses_the_frozen_one():
     held = second.acquire()
     assert isinstance(held, Held) and held.by.holder == "first on node-1" and held.wait_s == LEASE_S
     clock.now += LEASE_S - 1
-    assert second.acquire().wait_s == 1.0 and not first.lease.is_valid(clock.now)
+    assert second.acquire().wait_s == 1.0 and not first.is_valid()
     clock.now += 1
     assert second.acquire().number == 3
     with pytest.raises(LeaseLost, match="held by second"):
@@ -208,7 +207,7 @@ def test_old_objects_go_and_the_newest_stays():
     for _ in range(30):
         clock.now += 20
         mine.renew()
-    assert mine.lease.fence == 31
+    assert mine.fence == 31
     numbers = sorted(int(entry.path[-15:-5]) for entry in store.find(f"{store.path}/lease/"))
     assert numbers == list(range(24, 32))
 
@@ -217,7 +216,7 @@ def test_a_renewal_whose_answer_was_lost_is_ours():
     store, clock = memory_store(), Clock()
     mine = holder(store, "first", clock)
     mine.acquire()
-    mine._create(Record(2, "first", "first", "held", clock.now))
+    mine._write(Record(2, "first", "first", "held", clock.now))
     clock.now += 30
     assert mine.renew().number == 3
 
@@ -291,6 +290,5 @@ def test_a_folder_in_place_of_a_lease_is_named(tmp_path):
 
 def test_leases_that_were_deleted_are_followed_by_greater_numbers_than_were_used(tmp_path):
     store, clock = Store(str(tmp_path)), Clock()
-    lease = Lease("mine", "mine", LEASE_S)
-    mine = Holder(store, lease, lambda: clock.now, lambda: clock.now, lambda: 20)
+    mine = Lease(store, "mine", "mine", LEASE_S, used=lambda: 20, clock=clock, wall=clock)
     assert mine.acquire().number == 21

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.lease import Holder, Lease
+from elastic_dp.checkpoint.lease import Lease
 from elastic_dp.cli import entry_point
 from elastic_dp.cluster.runs import ended_run as ended_run_module
 from elastic_dp.cluster.runs.ended_run import EndedRun
@@ -134,7 +134,7 @@ def ended_run(tmp_path_factory):
     beside it."""
     path = tmp_path_factory.mktemp("runs")
     store, url = Store(str(path / "mine")), str(path / "mine")
-    holder = Holder(store, Lease("a host", "token"), lambda: 0.0, lambda: 0.0)
+    holder = Lease(store, "a host", "token", wall=lambda: 0.0)
     holder.acquire()
     catalog = Catalog(store)
     catalog.claim(1, None)
@@ -222,7 +222,7 @@ def live_folder(ended_run, monkeypatch):
     path = ended_run / "followed"
     shutil.copytree(ended_run / "mine", path / "mine")
     store = Store(str(path / "mine"))
-    holder = Holder(store, Lease("another", "token 3"), lambda: 0.0, lambda: 0.0)
+    holder = Lease(store, "another", "token 3", wall=lambda: 0.0)
     holder.acquire()
     polls = []
 
@@ -290,7 +290,7 @@ def test_a_run_without_a_result_is_unfinished_and_says_its_last_words(ended_run,
         assert (status["phase"], status["step"]) == ("unfinished", 7)
         assert status["reason"] == "it has no result; the last event is: words 3.0" and not asked
         store = Store(str(ended_run / "mine"))
-        holder = Holder(store, Lease("another", "token 2"), lambda: 0.0, lambda: 0.0)
+        holder = Lease(store, "another", "token 2", wall=lambda: 0.0)
         holder.acquire()  # it may train somewhere, so the cluster is asked
         assert "another holds its lease" in json.loads(run(*there).stdout)["reason"]
         limits = {"max_steps": 9, "epochs": None, "max_time_s": None, "stopped": False}

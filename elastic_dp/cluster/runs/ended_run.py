@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from elastic_dp.checkpoint.lease import Holder, Lease
+from elastic_dp.checkpoint.lease import Lease
 from elastic_dp.cluster.runs.run_history import address_of, total_steps_of
 from elastic_dp.cluster.worker_logs import follow_logs, read_logs
 from elastic_dp.errors import ClusterError
@@ -98,5 +98,5 @@ class EndedRun:
         return bool(self._read_holder())
 
     def _read_holder(self) -> str:
-        newest = Holder(self._store, Lease("", ""), time.monotonic, time.time).newest()
+        newest = Lease(self._store, "", "").newest()
         return newest.holder if newest is not None and newest.state == "held" else ""

@@ -11,13 +11,12 @@ import secrets
 import time
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.lease import Held
+from elastic_dp.checkpoint.lease import Held, Lease
 from elastic_dp.cluster.runs.run_history import last_start, total_steps_of
 from elastic_dp.config.field_checks import check_rewind
 from elastic_dp.errors import CheckpointError, RunMismatch
 from elastic_dp.run_record import delete_result
 from elastic_dp.storage import Store
-from elastic_dp.train.checkpointing.run_claim import holder_of
 
 _LEASE_S = 60.0
 MOST_STEPS = 10**11  # names of checkpoints have twelve digits
@@ -38,9 +37,9 @@ def rewind(url: str, to_step: int, leave_out: tuple[int, int] | None = None) -> 
     if leave_out is not None:
         leave_out = leave_out[0], min(leave_out[1], MOST_STEPS if total is None else total)
     catalog = Catalog(store)
-    holder = holder_of(catalog, _LEASE_S, secrets.token_hex(8))
+    lease = Lease.of_this_process(store, secrets.token_hex(8), _LEASE_S, used=catalog.highest_fence)
     seen = None
-    while isinstance(held := holder.acquire(), Held):
+    while isinstance(held := lease.acquire(), Held):
         if held.by != (seen := seen or held.by):
             raise RunMismatch(
                 f"the run at {catalog.store.url} is live: {held.by.holder} holds it. End it first "
@@ -56,8 +55,8 @@ def rewind(url: str, to_step: int, leave_out: tuple[int, int] | None = None) -> 
                 f"the run at {catalog.store.url} has no checkpoint of step {to_step} or earlier; "
                 f"it has: {there}. to_step=0 begins again; with a higher num_to_keep more are kept"
             )
-        catalog.claim(holder.lease.fence, base, leave_out)
+        catalog.claim(lease.fence, base, leave_out)
         delete_result(url)
     finally:
-        holder.release()
+        lease.release()
     return 0 if base is None else base.step

@@ -27,9 +27,9 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from elastic_dp.checkpoint.catalog import Catalog, Keep
-from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs, WrittenBlobs, write_commit
+from elastic_dp.checkpoint.checkpoint_writer import WrittenBlobs, write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
-from elastic_dp.checkpoint.lease import Held
+from elastic_dp.checkpoint.lease import Held, Lease
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.errors import (
@@ -44,7 +44,6 @@ from elastic_dp.train.checkpointing.pending_checkpoints import (
     BlobsRequest,
     PendingCheckpoint,
 )
-from elastic_dp.train.checkpointing.run_claim import holder_of
 
 _AGAIN_S = 2.0
 _REMEMBERED = 1_000  # steps whose metrics are kept
@@ -87,8 +86,9 @@ class CheckpointCommitter:
         """`token` identifies the holder of the lease. A controller that takes over continues with
         the same token, and orphans recognise the lease of their controller by it."""
         self._catalog, self._keep, self._actions = catalog, _keep_of(config), actions
-        self._token = token or secrets.token_hex(8)
-        self._holder = holder_of(catalog, lease_s, self._token)
+        self._lease = Lease.of_this_process(
+            catalog.store, token or secrets.token_hex(8), lease_s, used=catalog.highest_fence
+        )
         self._fence = 0  # until a claim is made
         self._at_most = sys.maxsize  # later steps are wrong
         self._pending: dict[int, PendingCheckpoint] = {}  # by step
@@ -162,14 +162,14 @@ class CheckpointCommitter:
     def _work(self) -> None:
         try:
             self._persist("the run's lease cannot be acquired", self._acquire)
-            if self._holder.lease.held is None:
+            if self._lease.held is None:
                 return  # the run ended before the lease was acquired
             self._persist("the run's record cannot be read", self._actions.check)
             while (task := self._next()) is not None:
                 task()
             for one in [*self._pending.values()]:
                 self._advance(one, waits=False, at_end=True)
-            self._persist("the run's lease cannot be released", self._holder.release)
+            self._persist("the run's lease cannot be released", self._lease.release)
         except LeaseLost as error:
             self._actions.stand_down(str(error))
 
@@ -181,8 +181,8 @@ class CheckpointCommitter:
             with contextlib.suppress(queue.Empty):
                 return self._tasks.get(timeout=self._idle_s())
             try:
-                if time.monotonic() >= self._holder.lease.renew_at_s():
-                    self._holder.renew()
+                if time.monotonic() >= self._lease.renew_at_s():
+                    self._lease.renew()
             except StorageError as error:
                 self._actions.tell(f"the run's lease cannot be renewed: {error}")
                 time.sleep(_AGAIN_S)
@@ -192,7 +192,7 @@ class CheckpointCommitter:
         now = time.monotonic()
         missing_at = [one.told_at + _PATIENCE_S for one in self._pending.values()]
         dues = [at for at in missing_at if at > now]
-        return max(0.0, min(self._holder.lease.renew_at_s(), self._schedule.due_at(), *dues) - now)
+        return max(0.0, min(self._lease.renew_at_s(), self._schedule.due_at(), *dues) - now)
 
     def _persist(self, what: str, do: Callable[[], T]) -> T | None:
         """Retries `do` until it succeeds, whatever the storage answers, or the run ends."""
@@ -212,7 +212,7 @@ class CheckpointCommitter:
         """Acquires the lease. Waits for its holder, until the run ends."""
         said = ""
         while True:
-            held = self._holder.acquire()
+            held = self._lease.acquire()
             if not isinstance(held, Held):
                 return
             if held.by.holder != said:
@@ -226,7 +226,7 @@ class CheckpointCommitter:
     def _resume(self) -> int | None:
         """Makes a claim that continues from the newest checkpoint: everything that is committed
         from now on descends from it. Returns its step, or None."""
-        self._fence = self._holder.renew().number
+        self._fence = self._lease.renew().number
         names = [name for name in self._catalog.names() if name.step <= self._at_most]
         self._at_most = sys.maxsize
         self._catalog.claim(self._fence, names[-1] if names else None)
@@ -239,11 +239,11 @@ class CheckpointCommitter:
     # -------------------------------------------------------------------------------- parts
 
     def _add(self, worker: WorkerId, written: WrittenBlobs) -> None:
-        step = written.blobs.step
+        step = written.step
         if step <= self._committed_step:
             self._actions.committed(self._committed_step, 0.0)  # said once more
         elif worker not in self._abandoned and written.lineage_id > self._rejected:
-            one = self._pending.setdefault(step, PendingCheckpoint(written))
+            one = self._pending.setdefault(step, PendingCheckpoint(step))
             one.add(written, time.monotonic())
             self._advance(one)
 
@@ -281,13 +281,13 @@ class CheckpointCommitter:
         if reports is not None:
             self._commit(one, reports)
 
-    def _commit(self, one: PendingCheckpoint, reports: Sequence[WorkerBlobs]) -> None:
+    def _commit(self, one: PendingCheckpoint, reports: Sequence[WrittenBlobs]) -> None:
         step = one.step
         self._pending = {s: other for s, other in self._pending.items() if s > step}
         try:
-            if not self._holder.lease.is_valid(time.monotonic()):
-                self._holder.renew()  # raises LeaseLost if another controller holds the run
-            metadata = self._about(step, one.first)
+            if not self._lease.is_valid():
+                self._lease.renew()  # raises LeaseLost if another controller holds the run
+            metadata = self._about(step, one.written[0])
             write_commit(self._catalog, reports, self._fence, metadata)
             duration_s = time.monotonic() - one.began_at
             self._committed_step = step

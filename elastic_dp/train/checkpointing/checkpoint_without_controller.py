@@ -24,7 +24,7 @@ from dataclasses import replace
 from elastic_dp.checkpoint.catalog import Catalog, CommitName
 from elastic_dp.checkpoint.checkpoint_writer import write_blobs, write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
-from elastic_dp.checkpoint.lease import Held, Holder, Lease, Record
+from elastic_dp.checkpoint.lease import Held, Lease, Record
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.checkpoint.uploader import WRITES_IN_FLIGHT
 from elastic_dp.errors import LeaseLost, StorageError
@@ -42,36 +42,32 @@ def commit_without_controller(
     """Writes and commits the snapshot. Returns the outcome as a text for the log. `token` is that
     of the controller's lease. `metadata`: what the worker knows of it. The function waits for the
     lease up to `lease_s`, or a multiple of that if there are other orphans."""
-    lease = Lease(f"orphan {worker}", f"{token}.{worker}", lease_s)
-    holder = Holder(catalog.store, lease, time.monotonic, time.time)
+    lease = Lease(catalog.store, f"orphan {worker}", f"{token}.{worker}", lease_s)
     try:
-        why = _take_lease(holder, token)
+        why = _take_lease(lease, token)
         if why:
             return f"no last checkpoint: {why}"
         try:
-            return _commit(catalog, snapshot, metadata, holder, worker)
+            return _commit(catalog, snapshot, metadata, lease, worker)
         finally:
             with contextlib.suppress(StorageError):
-                holder.release()
+                lease.release()
     except (LeaseLost, StorageError, OSError) as error:
         return f"no last checkpoint: {error}"
 
 
-def _take_lease(holder: Holder, token: str) -> str:
-    """Acquires the lease. Returns an empty text, or why this worker will never hold it."""
-    first = newest = holder.newest()
-    while newest is not None and _may_follow(newest, token):
-        if newest.token == token and newest != first:
+def _take_lease(lease: Lease, token: str) -> str:
+    """Acquires the lease. Returns an empty text, or why this worker must not hold it."""
+    first = None
+    while isinstance(held := lease.acquire(), Held) and _may_follow(held.by, token):
+        first = first or held.by
+        if held.by.token == token and held.by != first:
             return "a controller leads the run"
-        taken = holder.acquire()
-        if not isinstance(taken, Held):
-            followed = holder.lease.followed  # another orphan may have committed meanwhile
-            if followed == first or (followed and followed.token.startswith(f"{token}.")):
-                return ""
-            holder.release()
-            break
-        time.sleep(min(taken.wait_s, 1.0))
-        newest = holder.newest()
+        time.sleep(min(held.wait_s, 1.0))
+    if lease.held is not None:
+        if lease.followed is not None and _may_follow(lease.followed, token):
+            return ""
+        lease.release()
     return "the run has ended or continues elsewhere"
 
 
@@ -86,21 +82,21 @@ def _commit(
     catalog: Catalog,
     snapshot: Snapshot,
     metadata: CommitMetadata,
-    holder: Holder,
+    lease: Lease,
     worker: str,
 ) -> str:
     names = catalog.names()
     newest: CommitName | None = names[-1] if names else None
     if newest is not None and newest.step >= snapshot.step:
         return f"step {newest.step} is already committed"
-    fence = holder.lease.fence
+    fence = lease.fence
     catalog.claim(fence, newest)
     with ThreadPoolExecutor(WRITES_IN_FLIGHT, "last-checkpoint") as executor:
         names_of_all = snapshot.manifest(executor).headers
         blobs = write_blobs(
             catalog, snapshot, executor, writer=worker, members=[worker], names=names_of_all
         )
-    if not holder.lease.is_valid(time.monotonic()):
-        holder.renew()  # raises LeaseLost if another worker was faster
+    if not lease.is_valid():
+        lease.renew()  # raises LeaseLost if another worker was faster
     write_commit(catalog, [blobs], fence, replace(metadata, saved_at=time.time()))
     return f"checkpoint of step {snapshot.step} is committed, without a controller"

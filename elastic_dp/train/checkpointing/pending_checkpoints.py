@@ -18,7 +18,6 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from elastic_dp.checkpoint.checkpoint_writer import (
-    WorkerBlobs,
     WrittenBlobs,
     differences,
     owed_blobs,
@@ -42,10 +41,10 @@ class BlobsRequest:
 
 @dataclass
 class PendingCheckpoint:
-    """A checkpoint of which some blobs are written. `first`: the first report about it."""
+    """A checkpoint of which some blobs are written. `written`: the reports about it."""
 
-    first: WrittenBlobs
-    written: list[WorkerBlobs] = field(default_factory=list)
+    step: int
+    written: list[WrittenBlobs] = field(default_factory=list)
     requested: dict[str, WorkerId] = field(default_factory=dict)  # of whom, by the blob's name
     stall_s: float = 0.0
     told_at: float = 0.0
@@ -53,19 +52,15 @@ class PendingCheckpoint:
     error: StateDiffers | None = None  # members hold different states
     weights_differ: bool = False
 
-    @property
-    def step(self) -> int:
-        return self.first.blobs.step
-
     def add(self, written: WrittenBlobs, now: float) -> None:
-        self.written.append(written.blobs)
+        self.written.append(written)
         self.stall_s = max(self.stall_s, written.stall_s)
         self.told_at = now
         self.began_at = min(self.began_at, now - written.took_s)
 
-    def states(self) -> list[list[WorkerBlobs]]:
+    def states(self) -> list[list[WrittenBlobs]]:
         """Returns what members have reported, by their state; that of most members is first."""
-        found: dict[str, list[WorkerBlobs]] = {}
+        found: dict[str, list[WrittenBlobs]] = {}
         for one in self.written:
             found.setdefault(one.digest, []).append(one)
         return sorted(found.values(), key=lambda some: -len({one.writer for one in some}))
@@ -81,7 +76,7 @@ class PendingCheckpoint:
 
     def silent(self, lost: Set[WorkerId]) -> set[WorkerId]:
         """Returns the members that are present and have not reported."""
-        return set(self.first.members) - {report.writer for report in self.written} - lost
+        return set(self.written[0].members) - {report.writer for report in self.written} - lost
 
     def requests(self, lost: Set[WorkerId], *, all_missing: bool) -> list[BlobsRequest]:
         """Returns requests to members that hold blobs that lost members were to write, or any that
@@ -102,7 +97,7 @@ class PendingCheckpoint:
                 wanted.difference_update(mine)
         return found
 
-    def whole(self, *, at_end: bool) -> list[WorkerBlobs] | None:
+    def whole(self, *, at_end: bool) -> list[WrittenBlobs] | None:
         """Returns the reports that make the checkpoint, once all of it is written. `at_end`:
         members write nothing more. Then any state counts that is whole, or what is written of all
         of them: what is equal on all, as the weights are, is whole in that."""

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import platform
-import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import device_types, taking_apart
-from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs, WrittenBlobs
 from elastic_dp.checkpoint.codec import encode
 from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord
 from elastic_dp.checkpoint.state_dict_names import naming_of
@@ -81,14 +80,10 @@ class WorkerCheckpointer:
         self._catalog, self._config = catalog, config
         self._lease_token, self._lease_s = lease_token, lease_s
         self._worker, self._link = worker, link
-        self._uploader = Uploader(catalog, self._wrote)
+        self._uploader = Uploader(catalog, partial(link.wrote, worker))
         self._due_from = 1  # the first step of which a checkpoint may be due
         self._requested = False  # by the body
-        self._stall_s = 0.0
-        self._began_at = 0.0  # the newest snapshot
-        self._members: tuple[WorkerId, ...] = ()
         self._holders: tuple[WorkerId, ...] = ()  # the members among whom pieces are divided
-        self._lineage_id = 0
         self._metadata = CommitMetadata()
         self._prepared = False  # for the first snapshot
 
@@ -215,28 +210,26 @@ class WorkerCheckpointer:
             self._uploader.wait()
         except StorageError as error:  # that checkpoint is lost, and training continues
             self._link.say(f"{self._worker}: no checkpoint: {error}")
-        self._began_at = time.monotonic()
         tree = self._gathered_tree()
-        self._members, self._lineage_id = members, progress.lineage_id
         try:
-            stall_s = self._uploader.take(
+            taken = self._uploader.take(
                 step,
                 tree,
+                state.holders.to_write(self._worker, self._holders),
                 writer=self._worker,
                 members=members,
-                held=state.holders.to_write(self._worker, self._holders),
                 must=must,
+                metadata=self._metadata,
+                lineage_id=progress.lineage_id,
             )
         except StateError as error:
             if by_job:
                 raise
             self._link.say(f"{self._worker}: no checkpoint of step {step}: {error}")
             return True
-        if stall_s is None:
+        if not taken:
             self._say_not_ready(step)
-            return False
-        self._stall_s = stall_s
-        return True
+        return taken
 
     @property
     def busy(self) -> bool:
@@ -361,17 +354,6 @@ class WorkerCheckpointer:
     def close(self) -> None:
         """Waits until the upload under way has ended."""
         self._uploader.close()
-
-    def _wrote(self, blobs: WorkerBlobs) -> None:
-        written = WrittenBlobs(
-            blobs,
-            self._members,
-            metadata=self._metadata,
-            stall_s=self._stall_s + self._uploader.snapshot.copied_s,
-            took_s=time.monotonic() - self._began_at,
-            lineage_id=self._lineage_id,
-        )
-        self._link.wrote(self._worker, written)
 
 
 def _tree(state: TrainState, progress: WorkerProgress, *, whole: bool = True) -> dict[str, Any]:

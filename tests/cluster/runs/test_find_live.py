@@ -60,7 +60,7 @@ def rays(monkeypatch, tmp_path):
 
 def noted(folder, address, holds=True):
     """A run's folder whose last start was on the Ray at `address`."""
-    from elastic_dp.checkpoint.lease import Holder, Lease
+    from elastic_dp.checkpoint.lease import Lease
     from elastic_dp.storage import Store
 
     folder.mkdir(parents=True)
@@ -69,7 +69,7 @@ def noted(folder, address, holds=True):
     start = {"format": 1, "code": "", "python": "3", "limits": limits, "ray": address}
     (folder / "start.json").write_text(json.dumps(start))
     if holds:
-        Holder(Store(str(folder)), Lease("it", "2"), lambda: 0.0, lambda: 0.0).acquire()
+        Lease(Store(str(folder)), "it", "2", wall=lambda: 0.0).acquire()
     return str(folder)
 
 

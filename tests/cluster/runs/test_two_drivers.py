@@ -87,12 +87,12 @@ def test_workers_refuse_a_checkpoint_of_another_job(tmp_path):
 
 
 def test_a_local_run_whose_lease_is_taken_raises_and_writes_no_result(tmp_path, monkeypatch):
-    from elastic_dp.checkpoint.lease import Holder
+    from elastic_dp.checkpoint.lease import Lease
 
-    def taken(holder):
+    def taken(lease):
         raise LeaseLost("the run is held by another now")
 
-    monkeypatch.setattr(Holder, "renew", taken)
+    monkeypatch.setattr(Lease, "renew", taken)
     with pytest.raises(LeaseLost, match="held by another"):
         fit(tmp_path)
     assert not (tmp_path / "again" / "result.json").exists()

@@ -8,18 +8,20 @@ import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 
+from elastic_dp.checkpoint import lease
 from elastic_dp.checkpoint.catalog import Catalog, Keep
 from elastic_dp.checkpoint.checkpoint_reader import load, verify
-from elastic_dp.checkpoint.checkpoint_writer import WrittenBlobs, write_blobs
+from elastic_dp.checkpoint.checkpoint_writer import write_blobs
 from elastic_dp.checkpoint.lease import Record
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.storage import Store
-from elastic_dp.train.checkpointing import checkpoint_committer, run_claim
+from elastic_dp.train.checkpointing import checkpoint_committer
 from elastic_dp.train.checkpointing.checkpoint_committer import (
     CheckpointCommitter,
     CommitterActions,
@@ -75,7 +77,7 @@ class Stage:
         if self.snapshot.step != step:
             self.snapshot.take(step, TREE)
         blobs = blobs_of(self, worker, members, parts)
-        written = WrittenBlobs(blobs, members, lineage_id=lineage_id, took_s=took_s)
+        written = replace(blobs, lineage_id=lineage_id, took_s=took_s)
         self.committer.wrote(worker, written)
         return written
 
@@ -280,7 +282,7 @@ def report(stage, worker, tree, parts):
     stage.snapshot.take(5, tree)
     members = ("w1", "w2", "w3")
     blobs = blobs_of(stage, worker, members, parts)
-    stage.committer.wrote(worker, WrittenBlobs(blobs, members))
+    stage.committer.wrote(worker, blobs)
 
 
 def report_shares(stage, trees):
@@ -406,18 +408,18 @@ def test_last_checkpoint_of_members_that_differ_and_are_gone_has_the_weights(beg
 def test_only_a_process_of_this_machine_that_has_ended_counts_as_gone(monkeypatch):
     """Pods in the network of their host share its name, and neither process ids nor a namespace."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    host, machine = socket.gethostname(), run_claim._machine()
-    pid, began = child.pid, run_claim._started_at(child.pid)
+    host, machine = socket.gethostname(), lease._machine()
+    pid, began = child.pid, lease._started_at(child.pid)
 
     def is_gone(holder):
-        return run_claim._is_gone(Record(1, holder, "token", "held", 60.0))
+        return lease._is_gone(Record(1, holder, "token", "held", 60.0))
 
     holders = [f"{host}/{machine}/{pid}/{began}", f"{host}/{machine}/{pid}/{int(began) - 1}"]
     assert [is_gone(holder) for holder in holders] == [False, True], "its id is used again"
     child.communicate(b"\n")
     others = [f"{host}/{pid}", f"{host}/another/{pid}/{began}", f"{host}//{pid}/{began}", "", "/"]
     assert is_gone(holders[0]) and not any(map(is_gone, others))
-    assert not is_gone(run_claim._this_process())
+    assert not is_gone(lease._this_process())
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(run_claim.os, "stat", lambda path: types.SimpleNamespace(st_ino=1))
-        assert run_claim._machine() != machine, "of another pod"
+        elsewhere.setattr(lease.os, "stat", lambda path: types.SimpleNamespace(st_ino=1))
+        assert lease._machine() != machine, "of another pod"

@@ -11,10 +11,9 @@ import torch
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import load_newest
 from elastic_dp.checkpoint.commit_record import CommitMetadata
-from elastic_dp.checkpoint.lease import Holder, Lease
+from elastic_dp.checkpoint.lease import Lease
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.storage import Store
-from elastic_dp.train.checkpointing import checkpoint_without_controller
 from elastic_dp.train.checkpointing.checkpoint_without_controller import commit_without_controller
 from tests.checkpoint.sharded_states import held_by, pieces_of, whole_state, without_pieces
 from tests.checkpoint.states import same
@@ -96,7 +95,7 @@ def test_orphan_writes_nothing_where_a_controller_leads(tmp_path):
     with ThreadPoolExecutor() as pool:
         waits = pool.submit(orphan, tmp_path, 9, lease_s=60.0)
         while not waits.done():  # it looks once a second
-            stage.committer._tasks.put(stage.committer._holder.renew)
+            stage.committer._tasks.put(stage.committer._lease.renew)
             time.sleep(0.1)
     assert waits.result() == "no last checkpoint: a controller leads the run"
     stage.committer.close()
@@ -118,16 +117,16 @@ def test_orphans_at_one_step_commit_once(tmp_path, long_gone):
 
 
 def test_orphan_that_commits_while_another_looks_does_not_stop_it(tmp_path, long_gone, monkeypatch):
-    looked, newest = [], checkpoint_without_controller.Holder.newest
+    looked, newest = [], Lease.newest
 
-    def and_then_the_other(holder):
-        found = newest(holder)
+    def and_then_the_other(lease):
+        found = newest(lease)
         if not looked:
             looked.append(found)
             assert "is committed" in orphan(tmp_path, 9, "w2")
         return found
 
-    monkeypatch.setattr(checkpoint_without_controller.Holder, "newest", and_then_the_other)
+    monkeypatch.setattr(Lease, "newest", and_then_the_other)
     assert "is committed" in orphan(tmp_path, 10, "w1")
     assert steps_of(tmp_path) == [5, 9, 10]
 
@@ -135,10 +134,10 @@ def test_orphan_that_commits_while_another_looks_does_not_stop_it(tmp_path, long
 def test_an_orphan_that_slept_while_others_went_on_changes_nothing(tmp_path, gone):
     """The orphan's lease ran out before it committed."""
     store = Store(str(tmp_path))
-    sleeper = Holder(store, Lease("orphan", f"{TOKEN}.w1", LEASE_S), time.monotonic, time.time)
+    sleeper = Lease(store, "orphan", f"{TOKEN}.w1", LEASE_S)
     while not hasattr(sleeper.acquire(), "state"):
         time.sleep(0.1)
-    fence = sleeper.lease.fence
+    fence = sleeper.fence
     assert "is committed" in orphan(tmp_path, 9, "w2")
     catalog = Catalog(store)
     with pytest.raises(Exception, match="was made meanwhile"):
