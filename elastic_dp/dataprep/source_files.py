@@ -104,7 +104,8 @@ def find_files(
     if kind == "arrow" and {STATE, INFO} <= {*entries}:  # in the order of `datasets`
         names = files_of_saved(bytes(store.read_all(entries[STATE].path)))
     read = {name: entries[name] for name in names}
-    skipped = {one.ending or "no ending": one.files for one in listing.skipped([*read.values()])}
+    others = listing.skipped([*read.values()])
+    skipped = {ending or "no ending": len(names) for ending, names in others.items()}
     return SourceFiles(shown, store, kind, read, skipped)
 
 

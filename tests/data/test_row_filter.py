@@ -11,7 +11,6 @@ from elastic_dp.config import DataConfig
 from elastic_dp.data.columns import row_filter
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.data.discovery.shard_index import Index
-from elastic_dp.data.formats.parquet import Parquet
 from elastic_dp.errors import BadShard, DataError, SpecError
 from tests.data.shards import damage, refused
 from tests.data.test_rows_in_rows_out import dealt, evaluated, row, written
@@ -43,20 +42,6 @@ def test_rows_that_a_filter_keeps_are_dealt_once_to_one_worker_and_to_three(kind
     wanted = [row(i) for i in range(1, 96, 2)]
     assert sorted((r for step in alone for r in step), key=lambda r: r["id"]) == wanted
     assert evaluated(config, 1) == evaluated(config, 3) == wanted
-
-
-def test_row_groups_without_a_row_that_fits_are_not_read(tmp_path, monkeypatch):
-    config, read = ids(tmp_path / "in"), []
-    decode = Parquet.read
-
-    def noting(self, shard, location, *others):
-        read.append((shard.name, location.group))
-        return decode(self, shard, location, *others)
-
-    monkeypatch.setattr(Parquet, "read", noting)
-    index = read_index(where(config, pc.field("id").isin([55, 123])))
-    assert sorted(read) == [("0.parquet", 5), ("1.parquet", 2)]
-    assert index.num_rows == 2 and len(index.rows) == 20
 
 
 def test_filter_is_exact_where_statistics_are_missing(tmp_path):
@@ -109,8 +94,6 @@ def test_row_group_that_cannot_be_decoded_is_named_when_a_filter_is_applied(tmp_
     index = read_index(dataclasses.replace(config, max_bad_fraction=0.01))
     assert index.rows.tolist() == [4, *[10] * 19]  # all rows of it, which training skips
     assert "row group 3 of 1.parquet cannot be decoded" in caplog.text
-    beside = where(config, pc.field("id") < 100)  # by the statistics it has no such row
-    assert read_index(beside).num_rows == 100
 
 
 def test_filter_that_fails_on_some_rows_is_no_bad_row_group(tmp_path):

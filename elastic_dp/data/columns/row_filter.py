@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from elastic_dp.data.columns.column_types import cast, plain, type_name
 from elastic_dp.data.columns.schema import leaves, top_level
@@ -43,16 +41,6 @@ def columns_of(expression: Any) -> list[str]:
         elif key == "field_ref":
             found.append(value)
     return list(dict.fromkeys(found))
-
-
-def equalities(values: Mapping[str, Any], fields: Iterable[pa.Field]) -> Any:
-    """The expression that each of `fields` among `values` has its value there."""
-    found = pc.scalar(True)
-    for field in fields:
-        if field.name in values:
-            column, value = pc.field(field.name), pa.scalar(values[field.name], field.type)
-            found &= column == value if value.is_valid else column.is_null()
-    return found
 
 
 class RowFilter:

@@ -30,7 +30,6 @@ import numpy as np
 
 from elastic_dp.config import DataConfig, MapStyleData
 from elastic_dp.data.discovery.shard_index import Index
-from elastic_dp.data.formats.decode_errors import copying
 from elastic_dp.data.pipeline.array_memory import BlockPool
 from elastic_dp.data.pipeline.batch_assembler import BatchAssembler, Ints, distinct
 from elastic_dp.data.pipeline.block_memory import Columns
@@ -479,11 +478,10 @@ class RowAssembly:
         self._assembler = BatchAssembler(self._groups, self._rows, blocks, bounds)
 
     def copy(self, contents: dict[int, Columns | None], may_keep: Mapping[int, int]) -> None:
-        with copying():
-            for row_group, columns in contents.items():
-                assert columns is not None
-                if self._assembler.copy(row_group, columns, may_keep.get(row_group, 0)):
-                    contents[row_group] = None
+        for row_group, columns in contents.items():
+            assert columns is not None
+            if self._assembler.copy(row_group, columns, may_keep.get(row_group, 0)):
+                contents[row_group] = None
 
     def finish(
         self, left_out: set[int], failed: Mapping[int, Exception], producer: int

@@ -27,7 +27,6 @@ import pyarrow.compute as pc
 from elastic_dp.config import DataConfig
 from elastic_dp.data.columns.arrow_arrays import Array, Column, Lists, view
 from elastic_dp.data.datasets.micro_batch_stream import ShardStream
-from elastic_dp.data.formats.decode_errors import copying
 from elastic_dp.data.pipeline.array_memory import BlockPool, aligned, aligned_part
 from elastic_dp.data.pipeline.batch_assembler import Ints, distinct
 from elastic_dp.data.pipeline.block_memory import Columns
@@ -199,15 +198,12 @@ class PackedAssembly:
 
     def copy(self, contents: dict[int, Any], may_keep: Mapping[int, int]) -> None:
         parts = list[_Part]()
-        with copying():
-            for row_group in contents:
-                for runs in self._runs[row_group]:
-                    # What was read is not referred to any more while the next one is laid.
-                    contents[row_group] = self._stream.laid(
-                        runs.epoch, row_group, contents[row_group]
-                    )
-                    parts.append(_Part(contents[row_group], runs))
-            self._rows.copy(parts)
+        for row_group in contents:
+            for runs in self._runs[row_group]:
+                # What was read is not referred to any more while the next one is laid.
+                contents[row_group] = self._stream.laid(runs.epoch, row_group, contents[row_group])
+                parts.append(_Part(contents[row_group], runs))
+        self._rows.copy(parts)
 
     def finish(
         self, left_out: set[int], failed: Mapping[int, Exception], producer: int

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +19,7 @@ from elastic_dp.data.columns.column_types import type_name
 from elastic_dp.data.columns.schema import Columns
 from elastic_dp.data.discovery.partitions import folder_columns
 from elastic_dp.data.discovery.shard_index import CHUNK, Index, IndexedSource
-from elastic_dp.data.discovery.sources import OpenedSource, announce, open_sources, scan_all, some
+from elastic_dp.data.discovery.sources import OpenedSource, open_sources, scan_all, some
 from elastic_dp.data.formats.file_format import Ints, Scan
 from elastic_dp.errors import DataError
 from elastic_dp.storage import redact_url
@@ -33,31 +32,26 @@ _INT16_SOURCES = 1 << 15
 
 __all__ = ["Builder", "Index", "IndexedSource", "read_index"]
 
-_log = logging.getLogger(__name__)
-
 
 def read_index(
     config: DataConfig,
     *,
     timeout_s: float = 60.0,
-    say: Callable[[str], None] | None = None,
     known: Index | None = None,
 ) -> Index:
     """Lists the shards, and reads their footers; formats without footers are scanned.
 
     `known`: an index of an earlier start, which is returned if the options, and the names, sizes
-    and versions of all shards are the same. `say(message)` is called before a scan starts. Shards
-    without rows are left out with a warning. Raises DataError if there is nothing to train on, or
-    if a shard cannot be read (`max_bad_fraction` is for row groups that fail later). Raises
-    StorageError if the store refuses, or cannot be reached for `timeout_s`.
+    and versions of all shards are the same. Shards without rows are left out. Raises DataError if
+    there is nothing to train on, or if a shard cannot be read (`max_bad_fraction` is for row groups
+    that fail later). Raises StorageError if the store refuses, or cannot be reached for
+    `timeout_s`.
     """
     weights = None if config.weights_by_step is None else config.weights_by_step[0]
     urls, sources = config.urls, open_sources(config, timeout_s)
     asked = _asked(config)
     if known is not None and known.asked == asked and _has_same_files(known, sources):
         return known
-    for source in sources:
-        announce(source, say or _log.info)
     used = list[str]()
     if config.filter is not None:
         from elastic_dp.data.columns.row_filter import columns_of
@@ -67,8 +61,7 @@ def read_index(
     read = None if wanted is None else list(dict.fromkeys([*wanted, *used]))
     in_folders = folder_columns(((s.root, s.entries) for s in sources), read)
     columns, build, begun = Columns(wanted, used), Builder(), 0
-    empty: list[list[str]] = [[] for _ in sources]
-    remarks: dict[str, tuple[int, str]] = {}
+    empty = list[str]()
     for number, shard, scan in scan_all(sources, read):
         while begun <= number:
             weight = None if weights is None else weights.get(urls[begun], 0.0)
@@ -76,12 +69,9 @@ def read_index(
             begun += 1
         name, entry = sources[number].names[shard], sources[number].entries[shard]
         shown = sources[number].prefix + name
-        for what, (count, first) in scan.remarks.items():
-            before, example = remarks.get(what, (0, f"{first} of {shown}"))
-            remarks[what] = before + count, example
         rows = int(scan.rows.sum())
         if not rows:  # as Spark writes a partition without a row
-            empty[number].append(shown)
+            empty.append(shown)
             continue
         folder = entry.path.rpartition("/")[0]
         partition = in_folders.of_shard(shown, folder, scan.schema.names)
@@ -89,9 +79,9 @@ def read_index(
             scan = _with_partition(scan, partition, in_folders.types)
         columns.add(shown, scan.schema, scan.nulls, rows)
         build.add(name, entry.size, entry.version, scan, partition)
-    for what, (count, example) in remarks.items():
-        _log.warning("DataConfig.url: %s: %s, such as %s", what, f"{count:,}", example)
-    _pass_over(config, sources, empty)
+    if len(empty) == sum(len(source.entries) for source in sources):
+        shown = redact_url(urls[0])
+        raise DataError(f"DataConfig.url: no shard at {shown!r} holds a row: {some(empty)}")
     in_folders.check()
     if config.pack is not None:
         from elastic_dp.data.discovery.row_counts import is_packable
@@ -246,22 +236,6 @@ def _with_partition(
     nulls = {**scan.nulls, **{n: rows for n, value in partition.items() if value is None}}
     nbytes = scan.nbytes + scan.rows * row_bytes
     return replace(scan, schema=schema, nbytes=nbytes, nulls=nulls)
-
-
-def _pass_over(config: DataConfig, sources: list[OpenedSource], empty: list[list[str]]) -> None:
-    """Warns of shards without rows. Raises DataError if no shard of a source with a weight, or of
-    the data set, has rows."""
-    every = range(len(sources))
-    for part in [[n] for n in every] if isinstance(config.url, Mapping) else [every]:
-        if all(len(empty[n]) == len(sources[n].entries) for n in part):
-            names = [name for n in part for name in empty[n]]
-            url = redact_url(config.urls[part[0]])
-            raise DataError(f"DataConfig.url: no shard at {url!r} holds a row: {some(names)}")
-    if names := [name for of_source in empty for name in of_source]:
-        what = "1 shard holds no row and adds nothing"
-        if len(names) > 1:
-            what = f"{len(names):,} shards hold no row and add nothing"
-        _log.warning("DataConfig.url: %s: %s", what, some(names))
 
 
 def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:

@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 from elastic_dp.data.discovery.shard_index import glob_mark, root_of
 from elastic_dp.errors import DataError, StorageError
@@ -62,13 +61,18 @@ class Listing:
     def name(self, entry: Entry) -> str:
         return _without_query(entry.path)[len(self.root) :]
 
-    def skipped(self, read: Sequence[Entry]) -> tuple[Skipped, ...]:
-        """The files that are not among `read`."""
-        if len(read) == len(self.entries) and not self.hidden and not self.unreadable:
-            return ()
+    def skipped(self, read: Sequence[Entry]) -> dict[str, list[str]]:
+        """The names of files that are not among `read`: by ending, such as ".py" or "", by HIDDEN,
+        or by another reason. The most frequent come first."""
         chosen = {entry.path for entry in read}
-        others = (self.name(entry) for entry in self.entries if entry.path not in chosen)
-        return count_skipped(others, self.hidden, self.unreadable)
+        found: dict[str, list[str]] = {}
+        for name in (self.name(entry) for entry in self.entries if entry.path not in chosen):
+            file = name.rpartition("/")[2]
+            ending = f".{file.rpartition('.')[2].lower()}" if "." in file else ""
+            found.setdefault(ending, []).append(name)
+        found |= {HIDDEN: self.hidden} if self.hidden else {}
+        found |= {reason: names for reason, names in self.unreadable.items() if names}
+        return dict(sorted(found.items(), key=lambda one: (-len(one[1]), one[0])))
 
 
 def list_files(url: str, store: Store, *, in_list: bool = False) -> Listing:
@@ -340,48 +344,17 @@ def _first_below(
 INCOMPLETE = "_incomplete"  # an object that is there while `write_shards` writes to a store
 
 
-_EXAMPLES = 3
 _ENDINGS = 6  # endings that a message names
 HIDDEN = "hidden"
 _LABELS = {"": "without an ending", HIDDEN: "hidden by a leading '.' or '_'"}
 
 
-@dataclass(frozen=True)
-class Skipped:
-    """Files that are not read. `ending`: such as ".py"; "" for names without one; "hidden" for
-    names that begin with "." or "_"; or another reason. `files`: their number. `examples`: the
-    first names, at most three."""
-
-    ending: str
-    files: int
-    examples: tuple[str, ...]
-
-
-def count_skipped(
-    names: Iterable[str],
-    hidden: Sequence[str] = (),
-    reasons: Mapping[str, Sequence[str]] = MappingProxyType({}),
-) -> tuple[Skipped, ...]:
-    """Counts `names` and `hidden` by ending, the most frequent ending first. `reasons`: names that
-    are skipped for another reason, by that reason."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        file = name.rpartition("/")[2]
-        ending = f".{file.rpartition('.')[2].lower()}" if "." in file else ""
-        found.setdefault(ending, []).append(name)
-    if hidden:
-        found[HIDDEN] = list(hidden)
-    found |= {reason: list(those) for reason, those in reasons.items() if those}
-    counted = [Skipped(key, len(of), tuple(sorted(of)[:_EXAMPLES])) for key, of in found.items()]
-    return tuple(sorted(counted, key=lambda one: (-one.files, one.ending)))
-
-
-def skipped_message(skipped: Sequence[Skipped]) -> str:
+def skipped_message(skipped: Mapping[str, Sequence[str]]) -> str:
     """A message of one line."""
-    total = sum(one.files for one in skipped)
+    total = sum(map(len, skipped.values()))
     words = [
-        f"{one.files:,} {_LABELS.get(one.ending, one.ending)} (such as {one.examples[0]})"
-        for one in skipped[:_ENDINGS]
+        f"{len(names):,} {_LABELS.get(ending, ending)} (such as {min(names)})"
+        for ending, names in [*skipped.items()][:_ENDINGS]
     ]
     more = [f"{len(skipped) - _ENDINGS} more endings"] if len(skipped) > _ENDINGS else []
     return f"{total:,} file{'s' * (total != 1)}: {', '.join([*words, *more])}"

@@ -1,9 +1,8 @@
 """Counts, when a data set is opened, the rows of each row group that the filter keeps, and their
 tokens, for packing.
 
-Nothing is read of row groups that have no such rows by their statistics or their folder's name. The
-tokens of a row group that is kept whole are in footers of Parquet by Arrow. Otherwise its column of
-tokens is read.
+A filter of partition columns alone reads nothing. The tokens of a row group that is kept whole are
+in footers of Parquet by Arrow. Otherwise its column of tokens is read.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from elastic_dp.data.columns.column_types import is_list, plain, type_name
 from elastic_dp.data.columns.row_filter import RowFilter, Selection
 from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.discovery.sources import SCANS_IN_FLIGHT
-from elastic_dp.data.formats.decode_errors import decoding, reading_footer
+from elastic_dp.data.formats.decode_errors import decoding
 from elastic_dp.data.formats.file_format import Ints
 from elastic_dp.data.formats.parquet import Parquet
 from elastic_dp.data.pipeline.row_groups import RowGroups
@@ -74,24 +73,19 @@ class _Counter:
     def shard(self, number: int) -> list[tuple[Ints, int]]:
         """(the rows that are kept, their tokens) by row group."""
         first, end = self._index.group_bounds[number : number + 2].tolist()
-        chosen, shard, _ = self.row_groups.place(first)
-        here, known, rows_of = frozenset(range(end - first)), None, self._filter
-        if rows_of is not None:
-            if rows_of.names and all(name in shard.partition for name in rows_of.names):
-                row = pa.table([[shard.partition[f.name]] for f in rows_of.fields], rows_of.schema)
-                here = here if len(self._applied(rows_of, row, shard.name)) else frozenset()
-                rows_of = None
-            elif isinstance(chosen, Parquet):
-                with reading_footer(shard):
-                    may_match = chosen.may_match(shard, self._config.filter, rows_of.fields)
-                here = here if may_match is None else may_match
-        if self._tokens and here and isinstance(chosen, Parquet):
-            with reading_footer(shard):
+        chosen, shard, location = self.row_groups.place(first)
+        is_here, known, rows_of = True, None, self._filter
+        if rows_of is not None and rows_of.names and {*rows_of.names} <= {*shard.partition}:
+            row = pa.table([[shard.partition[f.name]] for f in rows_of.fields], rows_of.schema)
+            is_here = bool(len(self._applied(rows_of, row, shard.name)))
+            rows_of = None
+        if self._tokens and is_here and isinstance(chosen, Parquet):
+            with decoding(shard, location):
                 known = chosen.list_values(shard, self._tokens)
 
         def count(group: int) -> tuple[Ints, int]:
             kept = every = np.arange(int(self._index.rows[first + group]))
-            if group not in here:
+            if not is_here:
                 return every[:0], 0
             if rows_of is not None:
                 try:

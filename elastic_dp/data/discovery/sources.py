@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -134,7 +134,7 @@ def _nothing(listing: Listing, store: Store) -> str:
 def _say_skipped(listing: Listing, store: Store, entries: list[Entry]) -> None:
     """`_SUCCESS` and the like need no warning; another file, a folder or a hidden shard does."""
     skipped = listing.skipped(entries)
-    if any(one.ending != HIDDEN for one in skipped) or any(map(format_of, listing.hidden)):
+    if {*skipped} - {HIDDEN} or any(map(format_of, listing.hidden)):
         message = skipped_message(skipped)
         _log.warning("DataConfig.url: not read at %s: %s", store.url, message)
     elif skipped:
@@ -155,12 +155,6 @@ def some(names: Sequence[str]) -> str:
 
 
 # ------------------------------------------------------------------------------------------ scans
-
-
-def announce(source: OpenedSource, say: Callable[[str], None]) -> None:
-    if source.format.scans_content:
-        mib = sum(entry.size for entry in source.entries) / (1 << 20)
-        say(f"scanning {len(source.entries)} {source.format.name} shard(s), {mib:,.0f} MiB, once")
 
 
 def scan_all(

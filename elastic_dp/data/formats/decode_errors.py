@@ -23,7 +23,10 @@ def decoding(shard: ShardAt, location: RowGroupLocation) -> Iterator[None]:
     try:
         yield
     except ObjectRewritten as error:
-        raise _rewritten(shard.name) from error
+        raise DataError(
+            f"{shard.name} was rewritten while the run used it, or is not what the index was made "
+            "of; a data set must not change under a run"
+        ) from error
     except ElasticError:
         raise
     except OSError as error:
@@ -51,42 +54,10 @@ def long_nested_text(column: str, row_group: int, shard: str) -> str:
     )
 
 
-@contextmanager
-def copying() -> Iterator[None]:
-    """Within it rows are copied, after they were decoded. A file that was changed meanwhile is a
-    DataError."""
-    try:
-        yield
-    except ObjectRewritten as error:
-        raise _rewritten(str(error)) from error
-
-
-@contextmanager
-def reading_footer(shard: ShardAt) -> Iterator[None]:
-    """Within it the footer is read again, after the index was made of it."""
-    try:
-        yield
-    except ObjectRewritten as error:
-        raise _rewritten(shard.name) from error
-    except ElasticError:
-        raise
-    except Exception as error:  # a decoder may raise anything for damaged content
-        said = f"{type(error).__name__}: {error}"
-        raise DataError(f"cannot read the footer of {shard.name}: {said}") from error
-
-
 def refuse_other_count(found: int, known: int) -> None:
     """`found`: the number of rows that were decoded. `known`: that of the index."""
     if found != known:
         raise ValueError(f"it has {found} rows, and had {known}")
-
-
-def _rewritten(name: str) -> DataError:
-    return DataError(
-        f"{name} was rewritten while the run used it, or is not what the index was "
-        "made of; a data set "
-        "must not change under a run"
-    )
 
 
 def _bad(shard: ShardAt, location: RowGroupLocation, error: Exception) -> BadShard:

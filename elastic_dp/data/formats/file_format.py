@@ -108,7 +108,6 @@ class Scan:
       has none. `footer`: these bytes, where reading them again would take a request.
     - `nulls`: the number of nulls of each leaf column ("a.b" in a struct), as far as the shard
       says.
-    - `remarks`: what the user should know: by kind, how often it occurs, and the first place.
     """
 
     schema: pa.Schema
@@ -121,7 +120,6 @@ class Scan:
     tail: int = 0
     footer: bytes = b""
     nulls: Mapping[str, int] = field(default_factory=dict)
-    remarks: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

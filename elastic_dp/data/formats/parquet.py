@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute
 import pyarrow.parquet as pq
 
 from elastic_dp.data.columns.column_types import node_types, plain_schema, storage_of
@@ -53,7 +52,6 @@ FOOTER_BYTES_KEPT = 64 << 20  # of cached footers, encoded
 SHARDS_OPEN = 64
 _MAGIC = b"PAR1"
 _NESTED_BYTES = 1 << 31  # of texts in lists that Arrow reads of one row group
-_ARROW_READS = 64 << 10  # bytes that Arrow reads at the end of a file
 _SCHEMAS_KEPT = 16
 _MOST = (1 << 63) - 1
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8}
@@ -137,37 +135,6 @@ class Parquet:
                 raise ObjectRewritten(shard.name)
             held.clear()
             self._put_back(shard.key, kept, (file, held))
-
-    def may_match(
-        self, shard: ShardAt, expression: pa.compute.Expression, fields: Sequence[pa.Field]
-    ) -> frozenset[int] | None:
-        """The row groups that may have a row for which `expression` is true, by the statistics in
-        the footer and the name of the folder. `fields`: the columns that it uses. None: unknown,
-        also where the shard has another type than the data set, and for floats, of which statistics
-        do not count NaN."""
-        # Here, since it imports pandas, where that is installed: 50 MB in each worker.
-        from pyarrow import dataset
-
-        from elastic_dp.data.columns.row_filter import equalities
-
-        held = _FetchedRanges(shard)
-        schema, in_name = pa.schema(fields), equalities(shard.partition, fields)
-        chosen = dataset.ParquetFileFormat()
-        fragment = chosen.make_fragment(pa.PythonFile(held, mode="r"), partition_expression=in_name)
-        if not any(dataset.FileSystemDataset([fragment], schema, chosen).get_fragments(expression)):
-            return frozenset()  # by the name alone
-        held.fetch([(max(0, shard.size - max(shard.tail, _ARROW_READS)), shard.size)])
-        _refuse_other(shard, held.slice(shard.size - shard.tail, shard.size))
-        there = fragment.physical_schema
-        for used in fields:
-            number = there.get_field_index(used.name)
-            if used.name not in shard.partition and (
-                number < 0
-                or there.field(number).type != used.type
-                or any(map(pa.types.is_floating, node_types(used.type)))
-            ):
-                return None
-        return frozenset(g.id for g in fragment.subset(expression, schema=schema).row_groups)
 
     def list_values(self, shard: ShardAt, column: str) -> npt.NDArray[np.int64] | None:
         """The number of values in all lists of a column of lists, by row group. None: the footer

@@ -6,9 +6,9 @@ are text, and `cls` is an integer. Row groups are ranges of about 4 MiB of the t
 compressed tar cannot be cut, and is refused.
 
 As in webdataset, members without an ending (LICENSE) are not samples; nor are notes such as
-README.md. These members are skipped and counted. Only its name decides whether a member is skipped,
-so that `scan` and `read` agree. A link that would be a column of a sample is refused, and so is
-anything after the end of the archive.
+README.md. Only its name decides whether a member is skipped, so that `scan` and `read` agree. A
+link that would be a column of a sample is refused, and so are anything after the end of the archive
+and an archive without one.
 """
 
 from __future__ import annotations
@@ -47,13 +47,6 @@ _NOTE_STEMS = {
     "AUTHORS",
 }
 _NOTE_ENDINGS = {"md", "txt", "rst", "html", "cff", "bib"}
-_NOTES = "members that are no samples, since they have no ending or are notes"
-_LINKS = "members that are links or devices, and are not read"
-_APART = "keys that come again later in their shard, and are another sample there"
-_NO_END = (
-    "members behind which their shard ends without a tar's end mark, so that more may have been "
-    "cut off"
-)
 _ONCE = 64  # columns of a single sample that a shard may have
 _SHOWN = 40  # bytes of a value, in an error message
 
@@ -68,16 +61,11 @@ class Tar:
         here: set[str] = set()  # columns of the current sample
         groups: list[list[int]] = []
         check, last_key = 0, None
-        keys = set[int]()  # hashes of the keys of all samples
-        remarks: dict[str, tuple[int, str]] = {}
-        for member, key, ending in _members(ShardFile.buffered(shard, _READ_BYTES), remarks):
+        for member, key, ending in _members(ShardFile.buffered(shard, _READ_BYTES), whole=True):
             end = member.offset_data + -(-member.size // _BLOCK) * _BLOCK
             if member.offset_data + member.size > shard.size:
                 raise tarfile.ReadError(f"{member.name} goes past the end; the shard was cut off")
             if key != last_key:
-                if hash(key) in keys:
-                    _remark(remarks, _APART, key)
-                keys.add(hash(key))
                 if not groups or groups[-1][2] - groups[-1][1] >= GROUP_BYTES:
                     groups.append([0, member.offset, end])
                 groups[-1][0] += 1
@@ -108,7 +96,6 @@ class Tar:
             stored=ends - starts,
             check=check,
             nulls=nulls,
-            remarks=remarks,
         )
 
     def read(
@@ -146,11 +133,9 @@ def _refuse_dotted_keys(shard: str, names: Counter[str]) -> None:
         )
 
 
-def _members(
-    file: Any, remarks: dict[str, tuple[int, str]] | None = None
-) -> Iterator[tuple[tarfile.TarInfo, str, str]]:
-    """(member, key, column) of the members that belong to samples. `remarks` counts the others,
-    except hidden ones. tarfile handles long names and extended headers.
+def _members(file: Any, *, whole: bool = False) -> Iterator[tuple[tarfile.TarInfo, str, str]]:
+    """(member, key, column) of the members that belong to samples. `whole`: the file is a whole
+    archive. tarfile handles long names and extended headers.
 
     tarfile takes a broken header for the end of the archive, so the bytes at which it stopped are
     checked here.
@@ -162,8 +147,7 @@ def _members(
             if member.size < 0:  # tarfile would seek back, and some versions loop forever
                 raise tarfile.ReadError(f"{member.name} has the size {member.size}")
             name = member.name.rsplit("/", 1)[-1]
-            is_file = member.isfile()
-            if name.startswith(".") or (not is_file and member.isdir()):
+            if name.startswith(".") or member.isdir():
                 continue
             if member.issparse():
                 raise tarfile.ReadError(
@@ -171,28 +155,30 @@ def _members(
                     "are; write the tar "
                     "without --sparse"
                 )
-            is_note = _is_note(name)
-            if not is_file and (member.islnk() or member.issym()) and not is_note:
+            if _is_note(name):
+                continue
+            if member.islnk() or member.issym():
                 raise tarfile.ReadError(
                     f"{member.name} is a link to {member.linkname}, and its bytes do not lie "
                     "there; write the tar with "
                     "`tar --dereference --hard-dereference`"
                 )
-            if is_file and not is_note:
+            if member.isfile():
                 key, ending = _split(member.name)
                 if ending == _KEY:
                     raise tarfile.ReadError(
                         f"{member.name} has the ending {_KEY!r}, which names the sample; rename it"
                     )
                 yield member, key, ending
-            elif remarks is not None:
-                _remark(remarks, _NOTES if is_file else _LINKS, member.name)
         file.seek(members.offset)
         end = file.read(_BLOCK)
         if end.strip(b"\0"):
             raise tarfile.ReadError(f"no member begins at byte {members.offset}")
-        if not end and remarks is not None:
-            _remark(remarks, _NO_END, member.name)
+        if not end and whole:
+            raise tarfile.ReadError(
+                f"it ends behind {member.name} without a tar's end mark, so more may have been cut "
+                "off; write it again, or append 1,024 bytes of zeros if it is whole"
+            )
         while rest := file.read(_READ_BYTES):
             if rest.strip(b"\0"):
                 raise tarfile.ReadError(
@@ -211,11 +197,6 @@ def _split(name: str) -> tuple[str, str]:
 def _is_note(name: str) -> bool:
     stem, dot, ending = name.partition(".")
     return not dot or (stem in _NOTE_STEMS and ending.lower() in _NOTE_ENDINGS)
-
-
-def _remark(remarks: dict[str, tuple[int, str]], what: str, name: str) -> None:
-    count, first = remarks.get(what, (0, name))
-    remarks[what] = count + 1, first
 
 
 def _value(kind: pa.DataType, content: memoryview, what: str) -> Any:
