@@ -74,10 +74,9 @@ def metrics() -> Iterator[tuple[str, str, str, str]]:
         yield f"`ray_{kind.name}`", "histogram" if kind.bounds else "gauge", label, kind.help
 
 
-def arguments(accepted: Mapping[str, Iterable[str]], remedies: Mapping[str, str]) -> Iterator[str]:
-    for what, listed in accepted.items():
-        yield f"{what}: {names(listed)}.\n"
-    yield "Any other is refused unless it has its default. Leave it out, except for these:\n"
+def arguments(accepted: Iterable[str], rest: str, remedies: Mapping[str, str]) -> Iterator[str]:
+    yield f"Accepted: {names(accepted)}.\n"
+    yield f"Any other is refused{rest}. Leave it out, except for these:\n"
     yield table("| name | what to do |", ((f"`{k}`", v) for k, v in sorted(remedies.items())))
 
 
@@ -104,9 +103,9 @@ def page() -> str:
         "Each metric has the label `run`, the name of the run.\n",
         table("| name | kind | another label | what |", metrics()),
         "## Fields of TrainingArguments\n",
-        *arguments({"Accepted": transformers.ACCEPTED}, transformers.REMEDIES),
+        *arguments(transformers.ACCEPTED, " unless it has its default", transformers.REMEDIES),
         "## Arguments of Lightning's Trainer\n",
-        *arguments({"Used": lightning.USED, "Ignored": lightning.IGNORED}, lightning.REMEDIES),
+        *arguments(lightning.USED, "", lightning.REMEDIES),
     ]
     return "\n".join(parts)
 

@@ -1,7 +1,8 @@
-"""Runs a `LightningModule` on workers that come and go: `LightningTrainer(module).fit()` in place
-of `Trainer().fit(module)`.
+"""Runs a `LightningModule` on workers that come and go: `LightningTrainer(module, …).fit()` in
+place of `Trainer(…).fit(module)`.
 
-Here is what happens in the script's process; lightning_loop.py is the train function.
+`training_step` is the loss function of `ctx.steps`, `validation_step` that of `ctx.evaluate`. What
+they log is the mean over the rows of the whole step, or of the validation.
 """
 
 from __future__ import annotations
@@ -9,110 +10,79 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 import os
+import re
 import types
-from collections.abc import Sequence
-from numbers import Integral
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from lightning.pytorch.core.optimizer import (
+    _configure_optimizers,
+    _configure_schedulers_automatic_opt,
+)
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, StackDataset
 from torchmetrics import Metric
 
-from elastic_dp import ElasticTrainer, MapStyleData, Result
-from elastic_dp.errors import SpecError
-from elastic_dp.integrations.adapter import (
-    check_left_alone,
-    check_overrides,
-    names,
-    on_host,
-    refuse,
-    scaling_of,
-)
-from elastic_dp.integrations.lightning_loop import train_module
+from elastic_dp import ElasticTrainer, MapStyleData, Result, Step, TrainContext
+from elastic_dp.errors import LoopError, LossError, SpecError
+from elastic_dp.integrations.adapter import RESUMES, check_overrides, names, on_host, scaling_of
 
-# Arguments of Lightning's Trainer that are used, with their defaults.
-USED = {
-    **dict.fromkeys(("max_epochs", "gradient_clip_val", "precision", "callbacks")),
-    **dict.fromkeys(("accumulate_grad_batches", "check_val_every_n_epoch"), 1),
-    "max_steps": -1,
-    "log_every_n_steps": 50,
-}
-# Arguments without effect here. Any other must have its default, or a value that changes nothing.
-IGNORED = names("""
-accelerator limit_test_batches limit_predict_batches num_sanity_val_steps enable_checkpointing
-enable_progress_bar enable_model_summary deterministic inference_mode use_distributed_sampler
-default_root_dir enable_autolog_hparams
+USED = names("""
+max_epochs max_steps precision gradient_clip_val accumulate_grad_batches check_val_every_n_epoch
+log_every_n_steps
 """)
-_HARMLESS: dict[str, tuple[Any, ...]] = {
-    "strategy": ("ddp",),
-    "devices": (1, "1"),
-    "logger": (True, False),
-    **dict.fromkeys(("limit_train_batches", "limit_val_batches", "val_check_interval"), (1.0,)),
-    "gradient_clip_algorithm": ("norm",),
-    "benchmark": (False,),
-}
-# What to do instead; "leave it out" for the others.
+# What to do instead of another argument of Lightning's Trainer; "leave it out" for the others.
 REMEDIES = {
-    "strategy": "each worker holds the whole model, and is started for you",
-    "devices": "set ScalingConfig.max_workers; a worker has one device",
-    "num_nodes": "set ScalingConfig.max_workers",
-    "logger": "pass loggers=, such as a TensorBoardLogger, WandbLogger or MLflowLogger of "
-    "elastic_dp.integrations",
+    "accelerator": 'set ScalingConfig.resources_per_worker={"GPU": 1}',
+    **dict.fromkeys(("devices", "num_nodes"), "set ScalingConfig.max_workers"),
+    "logger": "pass loggers=, such as a WandbLogger of elastic_dp.integrations",
+    "callbacks": "for checkpoints, pass checkpoint=; for others, write the loop with ctx.steps",
     "fast_dev_run": "set max_steps, and fit(local=True)",
     "max_time": "set max_time_s",
     "limit_train_batches": "set max_steps, or pass a part of the dataset",
     **dict.fromkeys(("limit_val_batches", "overfit_batches"), "pass a part of the dataset"),
-    "val_check_interval": "validation runs after an epoch",
+    "val_check_interval": "validation runs after epochs",
     "gradient_clip_algorithm": "gradients are clipped by their norm",
-    "benchmark": "exact=True needs the same kernels in every run",
-    "detect_anomaly": "leave it out, or train a step by fit(local=True) with torch's",
-    "sync_batchnorm": "BatchNorm is computed per virtual worker, so it does not depend on the "
-    "number of workers",
-    "reload_dataloaders_every_n_epochs": "the rows of a run are fixed",
+    "sync_batchnorm": "BatchNorm is computed per virtual worker",
 }
-_LEAST = {
-    **dict.fromkeys(("accumulate_grad_batches", "check_val_every_n_epoch"), 1),
-    "log_every_n_steps": 0,
-    **dict.fromkeys(("max_epochs", "max_steps"), -1),
+_REFUSED = {
+    **dict.fromkeys(inspect.signature(pl.Trainer).parameters.keys() - {*USED}, "leave it out"),
+    **REMEDIES,
+    "train": "it is the module's training_step",
+    "data": "it comes from the dataloaders",
+    "ckpt_path": f"leave it out, since {RESUMES}",
 }
-PRECISIONS: dict[Any, str | None] = {
-    **dict.fromkeys((None, "32-true", "32", 32)),
-    **dict.fromkeys(("bf16-mixed", "bf16"), "bf16"),
-    **dict.fromkeys(("16-mixed", "16", 16), "fp16"),
-}
-# Hooks of modules and callbacks that are called in the loop's body.
-IN_BODY = names("""
-on_fit_start on_train_start on_train_epoch_start on_train_batch_end on_validation_start
-on_validation_epoch_start on_validation_epoch_end on_validation_end on_train_epoch_end
-on_train_end on_fit_end
-""")
-_OF_SETUP = names("""
+PRECISIONS = {"32-true": None, "bf16-mixed": "bf16", "16-mixed": "fp16"}
+_CALLED = names("""
 prepare_data setup teardown configure_model train_dataloader val_dataloader
 """)
-_OF_A_BATCH = names("""
-on_before_batch_transfer transfer_batch_to_device on_after_batch_transfer
+_OF_MODULES = names("""
+backward configure_callbacks configure_gradient_clipping lr_scheduler_step optimizer_step
+optimizer_zero_grad
 """)
-_OF_OPTIMIZATION = names("""
-backward configure_gradient_clipping lr_scheduler_step optimizer_step optimizer_zero_grad
-""")
-_CALLBACKS = (EarlyStopping, LambdaCallback)  # of Lightning's own
-_ARGUMENTS = inspect.signature(pl.Trainer.__init__).parameters
-_LIGHTNING_EPOCHS = 1000  # the default of Lightning
+_HOOKS = (name for kind in (ModelHooks, DataHooks, CheckpointHooks) for name in vars(kind))
+# What is refused where it is overridden. A run does not test or predict, so those hooks are not.
+NOT_CALLED = _OF_MODULES + [
+    name
+    for name in _HOOKS
+    if name[0] != "_" and name not in _CALLED and not re.search("test|predict", name)
+]
 
 
 class LightningTrainer(ElasticTrainer):
     """A run of a `LightningModule`.
 
-    `options` are the arguments of `lightning.pytorch.Trainer` and of `ElasticTrainer`, by name. The
-    data comes from `datamodule`, from the dataloaders, or from the module's own. The global batch
-    is the one that `max_workers` processes would have in Lightning: the dataloader's `batch_size` x
-    `accumulate_grad_batches` x `max_workers`. With `ScalingConfig.virtual_workers`, these take the
-    place of the last two factors.
+    The arguments from `max_epochs` to `log_every_n_steps` are those of `lightning.pytorch.Trainer`,
+    `options` those of `ElasticTrainer`. The data comes from `datamodule`, from the dataloaders, or
+    from the module's own. The global batch is the one that `max_workers` processes would have in
+    Lightning: the dataloader's `batch_size` x `accumulate_grad_batches` x `max_workers`. With
+    `ScalingConfig.virtual_workers`, these take the place of the last two factors.
 
     Raises SpecError for what Lightning offers and this class does not, before anything starts.
     """
@@ -124,61 +94,58 @@ class LightningTrainer(ElasticTrainer):
         datamodule: pl.LightningDataModule | None = None,
         train_dataloaders: Any = None,
         val_dataloaders: Any = None,
+        max_epochs: int | None = None,
+        max_steps: int | None = None,
+        precision: str = "32-true",
+        gradient_clip_val: float | None = None,
+        accumulate_grad_batches: int = 1,
+        check_val_every_n_epoch: int = 1,
+        log_every_n_steps: int = 50,
         **options: Any,
     ) -> None:
-        if not isinstance(module, LightningModule):
-            raise SpecError(
-                f"module is a {type(module).__name__}, must be a LightningModule of the package "
-                "lightning (not pytorch_lightning)"
-            )
-        others = {name: value for name, value in options.items() if name not in _ARGUMENTS}
-        used = _checked({name: value for name, value in options.items() if name in _ARGUMENTS})
-        precision, accumulated = PRECISIONS[used["precision"]], used["accumulate_grad_batches"]
+        if precision not in tuple(PRECISIONS):
+            raise SpecError(f"precision is {precision!r}, must be one of {', '.join(PRECISIONS)}")
+        for name, value in {
+            "max_epochs": 1 if max_epochs is None else max_epochs,
+            "max_steps": 1 if max_steps is None else max_steps,
+            "accumulate_grad_batches": accumulate_grad_batches,
+            "check_val_every_n_epoch": check_val_every_n_epoch,
+            "log_every_n_steps": log_every_n_steps,
+        }.items():
+            if type(value) is not int or value < 1:
+                raise SpecError(f"{name} is {value!r}, must be a whole number of at least 1")
         scaling = scaling_of(
             "LightningTrainer",
-            others,
-            taken={"the module and its data": ("train", "data")},
-            precision=precision,
-            accumulated=accumulated,
-            own=_ARGUMENTS,
+            options,
+            refused=_REFUSED,
+            own=USED,
+            accumulated=accumulate_grad_batches,
         )
-        callbacks = _list_of(used["callbacks"]) + _list_of(module.configure_callbacks())
-        _check_hooks(module, datamodule, callbacks)
+        _check_module(module, datamodule)
         train, validation = _dataloaders(module, datamodule, train_dataloaders, val_dataloaders)
-        steps = None if used["max_steps"] == -1 else used["max_steps"]
-        epochs = None if used["max_epochs"] == -1 else used["max_epochs"]
-        if steps is None and used["max_epochs"] is None:
-            epochs = _LIGHTNING_EPOCHS
-        if train.drop_last and accumulated > 1:
-            raise SpecError(
-                "drop_last of the DataLoader is True with accumulate_grad_batches > 1: Lightning "
-                "drops rows that fill no batch, and this package rows that fill no step. Leave it "
-                "out, and no row is dropped"
-            )
         data = MapStyleData(
             train.dataset,
             micro_batch_size=train.batch_size,
-            collate_fn=_Collated(train.collate_fn),
+            collate_fn=functools.partial(_collated, train.collate_fn),
             shuffle=isinstance(train.sampler, RandomSampler),
             workers=train.num_workers,
-            epochs=epochs,
+            epochs=max_epochs,
             seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),  # of seed_everything
             tail="drop" if train.drop_last else "short",
         )
-        settings = used | {
-            "callbacks": callbacks,
-            "validation": validation,
-            "gradient_clip_val": used["gradient_clip_val"] or None,
-            "precision": precision,
-            "max_epochs": epochs,
-        }
-        self._train_module = functools.partial(train_module, settings)
+        self._train_module = functools.partial(
+            _train,
+            of_steps={"clip_norm": gradient_clip_val or None, "precision": PRECISIONS[precision]},
+            validation=validation,
+            validate_every=check_val_every_n_epoch,
+            log_every=log_every_n_steps,
+        )
         super().__init__(
             # A method of the module, so that its code counts as the user's.
-            types.MethodType(self._train_module, *on_host(module)),
+            types.MethodType(self._train_module, on_host(module)),
             data=data,
-            max_steps=steps,
-            **others | {"scaling": scaling},
+            max_steps=max_steps,
+            **options | {"scaling": scaling},
         )
         self._module, self._datamodule = module, datamodule
 
@@ -188,75 +155,28 @@ class LightningTrainer(ElasticTrainer):
             self.train = types.MethodType(self._train_module, copy.deepcopy(self._module))
         result = super().fit(local)
         self._module.load_state_dict(result.load_state().model)
-        if self._datamodule is not None:
-            self._datamodule.teardown("fit")
+        for owner in (self._module, self._datamodule):
+            if owner is not None:
+                owner.teardown("fit")
         return result
 
 
-def _checked(given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that are used. Raises SpecError for the first one that cannot be."""
-    others = given.keys() - USED - set(IGNORED)
-    defaults = [(name, given[name], _ARGUMENTS[name].default) for name in given if name in others]
-    check_left_alone("", defaults, REMEDIES, _HARMLESS)
-    used = USED | {name: value for name, value in given.items() if name in USED}
-    if used["log_every_n_steps"] is None:
-        used["log_every_n_steps"] = USED["log_every_n_steps"]
-    precision = used["precision"]
-    if isinstance(precision, bool) or precision not in tuple(PRECISIONS):
-        refuse("precision", precision, "use 32-true, bf16-mixed or 16-mixed")
-    if used["check_val_every_n_epoch"] is None:
-        refuse("check_val_every_n_epoch", None, "validation runs after epochs")
-    for name, least in _LEAST.items():
-        value = used[name]
-        if name == "max_epochs" and value is None:
-            continue
-        if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-            raise SpecError(f"{name} is {value!r}, must be a whole number of at least {least}")
-    clip = used["gradient_clip_val"]
-    if clip is not None and not (isinstance(clip, int | float) and clip >= 0):
-        raise SpecError(f"gradient_clip_val is {clip!r}, must be None or a number of at least 0")
-    return used
-
-
-def _list_of(callbacks: Any) -> list[Any]:
-    return list(callbacks) if isinstance(callbacks, Sequence) else [callbacks] * bool(callbacks)
-
-
-def _check_hooks(module: Any, datamodule: Any, callbacks: Sequence[Any]) -> None:
-    """Raises SpecError for a hook that is overridden and would not be called."""
+def _check_module(module: Any, datamodule: Any) -> None:
+    if not isinstance(module, LightningModule):
+        raise SpecError(
+            f"module is a {type(module).__name__}, must be a LightningModule of the package "
+            "lightning (not pytorch_lightning)"
+        )
     if not module.automatic_optimization:
         raise SpecError(
             f"{type(module).__name__} optimizes manually (automatic_optimization=False), and a "
             "step that is undone and done again must not write to weights by itself: return the "
             "loss, or write the loop with ctx.steps"
         )
-    ours = ", ".join(one.__name__ for one in _CALLBACKS)
-    for callback in callbacks:
-        kind = type(callback)
-        if not isinstance(callback, Callback):
-            raise SpecError(f"callbacks has {callback!r}, must be a list of Lightning's Callback")
-        if kind.__module__.startswith("lightning.") and kind not in _CALLBACKS:
-            raise SpecError(
-                f"callbacks has a {kind.__name__}, which is not supported. Of Lightning's own, "
-                f"these are: {ours}. For checkpoints, pass checkpoint=; progress is shown by fit"
-            )
-    of_data = _hooks(DataHooks) | _hooks(CheckpointHooks)
-    of_module = _hooks(ModelHooks) | of_data | {*_OF_OPTIMIZATION}
-    state = {"state_dict", "load_state_dict"}
-    called = f"These hooks are called: {', '.join(IN_BODY)}"
-    for owner, base, hooks in (
-        (module, LightningModule, of_module - {*IN_BODY, *_OF_SETUP, *_OF_A_BATCH}),
-        *(
-            []
-            if datamodule is None
-            else [(datamodule, LightningDataModule, of_data - {*_OF_SETUP})]
-        ),
-        *(
-            (each, Callback, _hooks(Callback) - {*IN_BODY, *_OF_SETUP, *state})
-            for each in callbacks
-        ),
-    ):
-        check_overrides(owner, base, sorted(hooks), called)
+    instead = "Put it into training_step or validation_step, or write the loop with ctx.steps"
+    check_overrides(module, LightningModule, NOT_CALLED, instead)
+    if datamodule is not None:
+        check_overrides(datamodule, LightningDataModule, NOT_CALLED, instead)
     for name, part in module.named_modules():
         if isinstance(part, Metric):
             raise SpecError(
@@ -266,43 +186,31 @@ def _check_hooks(module: Any, datamodule: Any, callbacks: Sequence[Any]) -> None
             )
 
 
-def _hooks(cls: type) -> set[str]:
-    """Returns the hooks but those of testing and prediction, which a run does not do."""
-    return {
-        name
-        for name, member in vars(cls).items()
-        if inspect.isfunction(member) and not name.startswith("_")
-        if not any(word in name for word in ("test", "predict", "sanity"))
-    }
-
-
 def _dataloaders(module: Any, datamodule: Any, train: Any, validation: Any) -> tuple[Any, Any]:
     """Returns the DataLoader to train on, and the data of validation or None."""
     if datamodule is not None and train is not None:
         raise SpecError("both datamodule and train_dataloaders are given; pass one of them")
-    for owner in (datamodule, module):
-        if owner is not None:
-            owner.prepare_data()
-            owner.setup("fit")
+    for each in (datamodule, module):
+        if each is not None:
+            each.prepare_data()
+            each.setup("fit")
     module.configure_model()
     owner = module if datamodule is None else datamodule
     if train is None:
-        if getattr(type(owner), "train_dataloader", None) is _base(owner).train_dataloader:
-            raise SpecError(
-                f"{type(owner).__name__} has no train_dataloader: define it, or pass "
-                "train_dataloaders= to LightningTrainer"
-            )
+        if not is_overridden("train_dataloader", owner):
+            raise SpecError(f"{type(owner).__name__} has no train_dataloader: define it")
         train = owner.train_dataloader()
-    if validation is None and type(owner).val_dataloader is not _base(owner).val_dataloader:
+    _check_dataloader("train", train)
+    if validation is None and is_overridden("val_dataloader", owner):
         validation = owner.val_dataloader()
-    _check_dataloader("the train dataloader", train)
-    if type(module).validation_step is pl.LightningModule.validation_step or validation is None:
+    if validation is None or not is_overridden("validation_step", module):
         return train, None
-    _check_dataloader("the validation dataloader", validation)
+    _check_dataloader("validation", validation)
+    size, rows = validation.batch_size, validation.dataset
     return train, MapStyleData(
-        _Numbered(validation.dataset),
-        micro_batch_size=validation.batch_size,
-        collate_fn=_Collated(validation.collate_fn, validation.batch_size),
+        StackDataset(range(len(rows)), rows),  # type: ignore[arg-type]
+        micro_batch_size=size,
+        collate_fn=functools.partial(_collated_by_number, validation.collate_fn, size),
         workers=validation.num_workers,
         shuffle=False,
         epochs=1,
@@ -310,53 +218,192 @@ def _dataloaders(module: Any, datamodule: Any, train: Any, validation: Any) -> t
     )
 
 
-def _base(owner: Any) -> Any:
-    return pl.LightningModule if isinstance(owner, pl.LightningModule) else pl.LightningDataModule
-
-
 def _check_dataloader(name: str, loader: Any) -> None:
-    if not isinstance(loader, DataLoader):
-        raise SpecError(f"{name} is a {type(loader).__name__}, must be one torch DataLoader")
-    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        raise SpecError(
-            f"{name} has an IterableDataset, whose rows have no numbers: write shards, and a loop "
-            "with ctx.steps and DataConfig"
-        )
-    rows = len(loader.dataset)  # type: ignore[arg-type]
-    if loader.batch_size is None or type(loader.sampler) not in (RandomSampler, SequentialSampler):
-        raise SpecError(
-            f"{name} has a sampler of its own ({type(loader.sampler).__name__}), but rows are "
-            "dealt to virtual workers by arithmetic: use batch_size= and shuffle="
-        )
-    if isinstance(loader.sampler, RandomSampler) and (
-        loader.sampler.replacement or loader.sampler.num_samples != rows
+    if (
+        not isinstance(loader, DataLoader)
+        or type(loader.sampler) not in (RandomSampler, SequentialSampler)
+        or loader.batch_size is None
+        or getattr(loader.sampler, "replacement", False)
+        or len(loader.sampler) != len(loader.dataset)  # type: ignore[arg-type]
     ):
-        raise SpecError(f"{name} draws rows with replacement, or some of them: use shuffle=True")
+        raise SpecError(
+            f"the {name} dataloader is a {type(loader).__name__}, must be one torch DataLoader of "
+            "a map-style dataset with batch_size= and shuffle= and no sampler of its own: rows are "
+            "dealt to virtual workers by arithmetic"
+        )
 
 
-class _Numbered(torch.utils.data.Dataset):
-    """Items with their numbers."""
-
-    def __init__(self, rows: Any) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, i: int) -> Any:
-        return i, self._rows[i]
+def _collated(collate_fn: Any, rows: Any) -> Any:
+    """Returns (batch_idx, number of rows, batch); the number of a training batch is its step's."""
+    return None, len(rows), collate_fn(rows)
 
 
-class _Collated:
-    """Collates to (batch_idx, number of rows, batch). Rows of validation are numbered, and their
-    batches are in order."""
+def _collated_by_number(collate_fn: Any, batch_size: int, rows: Any) -> Any:
+    return rows[0][0] // batch_size, len(rows), collate_fn([row for _, row in rows])
 
-    def __init__(self, collate_fn: Any, numbered_by: int | None = None) -> None:
-        self._collate_fn, self._numbered_by = collate_fn, numbered_by
 
-    def __call__(self, rows: Any) -> Any:
-        number = 0
-        if self._numbered_by is not None:
-            number = rows[0][0] // self._numbered_by
-            rows = [row for _, row in rows]
-        return number, len(rows), self._collate_fn(rows)
+# ------------------------------------------------------------------------------- in a worker
+
+
+def _train(module: Any, ctx: TrainContext, *, of_steps: dict[str, Any], **settings: Any) -> None:
+    module.trainer = view = _TrainerView(ctx)
+    module.to(ctx.device)
+    module.train()
+    try:
+        optimizers, schedulers, monitor = _configure_optimizers(module.configure_optimizers())
+        if len(optimizers) != 1:
+            raise SpecError(
+                f"configure_optimizers returned {len(optimizers)} optimizers, but a step has one: "
+                "give its parameter groups different settings"
+            )
+        configs = _configure_schedulers_automatic_opt(schedulers, monitor)
+        view.optimizers, view.strategy._lightning_optimizers = optimizers, optimizers
+        body = _Body(module, ctx, configs, **settings)
+        module.log = body.log  # log_dict calls it, too
+        state = {f"scheduler{i}": config.scheduler for i, config in enumerate(configs)}
+        state["lightning"] = body
+        for step in ctx.steps(module, optimizers[0], body.loss, state=state, **of_steps):
+            body.run(step)
+    finally:
+        vars(module).pop("log", None)
+        module.trainer = None
+
+
+class _TrainerView:
+    """What `module.trainer` is: the facts that a run has."""
+
+    def __init__(self, ctx: TrainContext) -> None:
+        self.estimated_stepping_batches = ctx.total_steps or math.inf
+        self.max_steps, self.num_training_batches = ctx.total_steps, ctx.steps_per_epoch
+        self.global_step = self.current_epoch = 0
+        self.logger, self.loggers = None, list[Any]()
+        self.optimizers: list[Any] = []
+        self.strategy = types.SimpleNamespace()  # `module.optimizers()` reads those of this one
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"trainer.{name} does not exist in a run of elastic_dp; it has: {', '.join(vars(self))}"
+        )
+
+
+class _Body:
+    """What Lightning does in and around a step: logging, schedulers and validation. Its state is
+    what workers that join need."""
+
+    def __init__(
+        self,
+        module: Any,
+        ctx: TrainContext,
+        schedulers: list[Any],
+        *,
+        validation: MapStyleData | None,
+        validate_every: int,
+        log_every: int,
+    ) -> None:
+        self._module, self._view, self._ctx = module, module.trainer, ctx
+        self._schedulers, self._validation = schedulers, validation
+        self._validate_every, self._log_every = validate_every, log_every
+        self._logged: dict[str, Any] = {}  # by the present call of a step, by key
+        self._by_step = True  # that is training_step
+        self._sums: dict[str, list[float]] = {}  # of this epoch: values times weights, weights
+
+    def state_dict(self) -> dict[str, Any]:
+        sums = {name: list(pair) for name, pair in self._sums.items()}
+        return {"step": self._view.global_step, "sums": sums}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._begin_after(state["step"])
+        self._sums = {name: list(pair) for name, pair in state["sums"].items()}
+
+    def _begin_after(self, step: int) -> None:
+        self._view.global_step = step
+        self._view.current_epoch = step // self._ctx.steps_per_epoch
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        **ignored: Any,
+    ) -> None:
+        """Takes the place of `LightningModule.log`. Values travel as metrics, whose keys begin with
+        "step" or "epoch" for where they count: every worker has to know it."""
+        by_step = self._by_step if on_step is None else on_step
+        by_epoch = not self._by_step if on_epoch is None else on_epoch
+        is_mean = reduce_fx in ("mean", torch.mean) and not isinstance(value, Metric | Mapping)
+        if not is_mean or (by_step and not self._by_step):
+            raise LossError(
+                f"self.log({name!r}, on_step={by_step}, reduce_fx={reduce_fx!r}) got a "
+                f"{type(value).__name__}: log a number or a tensor with one element, the mean over "
+                "the batch, and on_epoch alone in validation_step, whose batches are dealt over "
+                "workers"
+            )
+        if by_step:
+            self._logged[f"step {name}{'_step' * by_epoch}"] = value
+        if by_epoch:
+            self._logged[f"epoch {name}{'_epoch' * by_step}"] = value
+
+    def loss(self, _: Any, counted: Any) -> Any:
+        """The loss function of `ctx.steps`."""
+        _, rows, batch = counted
+        self._logged, self._by_step = {}, True
+        in_epoch = self._view.global_step % self._ctx.steps_per_epoch
+        outputs = _call(self._module.training_step, batch, in_epoch)
+        loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+        if loss is None:  # the batch is left out
+            return torch.zeros(()), 0.0
+        return loss, rows, self._logged
+
+    def _validation_loss(self, _: Any, numbered: Any) -> Any:
+        number, rows, batch = numbered
+        self._logged, self._by_step = {}, False
+        _call(self._module.validation_step, batch, number)
+        return torch.zeros(()), rows, self._logged
+
+    def run(self, step: Step) -> None:
+        record: dict[str, float] = {}
+        for key, value in step.metrics.items():
+            where, _, name = key.partition(" ")
+            if where == "epoch":
+                total = self._sums.setdefault(name, [0.0, 0.0])
+                total[0] += value * step.weight
+                total[1] += step.weight
+            elif step.number % self._log_every == 0:
+                record[name] = value
+        is_due = step.epoch_end and (step.epoch + 1) % self._validate_every == 0
+        if is_due and self._validation is not None:
+            means = self._ctx.evaluate(self._validation_loss, self._validation)
+            del means["eval_loss"]
+            record |= {key.removeprefix("eval_epoch "): value for key, value in means.items()}
+        if step.epoch_end or step.number == self._ctx.total_steps:
+            record |= {name: total / weight for name, (total, weight) in self._sums.items()}
+            self._sums = {}
+        self._step_schedulers(step, record)
+        self._begin_after(step.number)
+        if record:
+            self._ctx.log({"epoch": step.epoch, **record})
+
+    def _step_schedulers(self, step: Step, record: Mapping[str, float]) -> None:
+        for config in self._schedulers:
+            by_step = config.interval == "step"
+            count = step.number if by_step else step.epoch + 1
+            if count % config.frequency or not (by_step or step.epoch_end):
+                continue
+            if not config.reduce_on_plateau:
+                config.scheduler.step()
+            elif config.monitor in record:
+                config.scheduler.step(record[config.monitor])
+            else:
+                raise LoopError(
+                    f"the scheduler {type(config.scheduler).__name__} monitors {config.monitor!r}, "
+                    f"which is not logged when it is due; logged are: {', '.join(record)}"
+                )
+
+
+def _call(step: Any, batch: Any, batch_idx: int) -> Any:
+    """`batch_idx` may be left out in a module."""
+    return step(batch, batch_idx) if len(inspect.signature(step).parameters) > 1 else step(batch)

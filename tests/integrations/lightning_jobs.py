@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +64,7 @@ class Classifier(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss, hits = self._loss(batch)
         self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("rate", self.optimizers().param_groups[0]["lr"])
         self.log_dict({"train_accuracy": hits}, on_step=False, on_epoch=True, prog_bar=True)
         return loss
 
@@ -73,9 +73,6 @@ class Classifier(pl.LightningModule):
         self.log("val_loss", loss)
         self.log("val_accuracy", hits)
         self.log("val_batch", float(batch_idx))
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("val_double", 2 * self.trainer.callback_metrics["val_loss"])
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -108,81 +105,35 @@ SCHEDULES = {
 
 
 class Curve(pl.Callback):
-    """The loss and the learning rate of each step, in this process."""
+    """The mean loss over the accumulated batches of a step, which Lightning itself does not log,
+    and the learning rate of each step."""
 
     def __init__(self) -> None:
-        self.losses: dict[int, float] = {}
-        self.rates: dict[int, float] = {}
+        self.losses: list[float] = []
+        self.rates: list[float] = []
+        self.batches: list[float] = []
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        step = trainer.global_step
-        self.losses[step] = float(trainer.callback_metrics["train_loss_step"])
-        self.rates[step] = trainer.optimizers[0].param_groups[0]["lr"]
-
-
-class LightningDiary(pl.Callback):
-    """Writes each hook to a file, with the process and whether it is the global zero."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = str(folder / "diary")
-
-    def _write(self, hook: str, trainer: Any) -> None:
-        who = "zero" if trainer.is_global_zero else "other"
-        with open(self.path, "a") as file:
-            file.write(
-                f"{hook} {trainer.global_step} {trainer.current_epoch} {who} {os.getpid()}\n"
-            )
-
-    def lines(self) -> list[tuple[str, int, int, str, int]]:
-        words = [line.split() for line in Path(self.path).read_text().splitlines()]
-        return [(hook, int(s), int(e), who, int(pid)) for hook, s, e, who, pid in words]
-
-
-def _writes(hook: str) -> Any:
-    def method(self: Any, trainer: Any, *args: Any) -> None:
-        self._write(hook, trainer)
-
-    return method
-
-
-for _hook in (
-    *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_end"),
-    *("on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end"),
-    *("on_validation_end", "on_train_epoch_end", "on_train_end", "on_fit_end"),
-):
-    setattr(LightningDiary, _hook, _writes(_hook))
-
-
-class Whole(Curve):
-    """The mean loss over the accumulated batches of a step, which Lightning itself does not log."""
-
-    def __init__(self):
-        super().__init__()
-        self.batches = []
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.rates.append(optimizer.param_groups[0]["lr"])
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.batches.append(float(outputs["loss"]))
         if (batch_idx + 1) % 4 == 0:
-            step = trainer.global_step
-            self.losses[step] = sum(self.batches)  # each is divided by their number
-            self.rates[step] = trainer.optimizers[0].param_groups[0]["lr"]
+            self.losses.append(sum(self.batches))  # each is divided by their number
             self.batches = []
 
 
-class LogsRate(Classifier):
+class FailsOnce(Classifier):
+    def __init__(self, folder: Path, schedule: str = "step") -> None:
+        super().__init__(schedule=schedule)
+        self.folder = str(folder)
+
     def training_step(self, batch, batch_idx):
-        self.log("rate", self.optimizers().param_groups[0]["lr"])
-        return super().training_step(batch, batch_idx)
-
-
-class FailsInHook(pl.Callback):
-    def __init__(self, folder):
-        self.folder = folder
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_step == 9 and not (self.folder / "failed").exists():
-            (self.folder / "failed").touch()
+        failed = Path(self.folder, "failed")
+        if self.global_step == 9 and not failed.exists():
+            failed.touch()
             raise RuntimeError("once")
+        return super().training_step(batch, batch_idx)
 
 
 class LeavesOut(Classifier):
@@ -247,17 +198,6 @@ class SumsLog(Classifier):
 class LogsBatches(Classifier):
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", 1.0, on_step=True)
-
-
-class KeepsOutputs(Classifier):
-    """Keeps what each batch gives until the end of the epoch, as Lightning advises since 2.0."""
-
-    def __init__(self):
-        super().__init__()
-        self.outputs = {"logits": []}
-
-    def validation_step(self, batch, batch_idx):
-        self.outputs["logits"].append(self.net(batch[0]))
 
 
 class MonitorsNothing(Classifier):

@@ -1,5 +1,5 @@
-"""A LightningModule runs by `ctx.steps`: the same losses as by Lightning's Trainer, hooks once per
-step, and what cannot be had is refused by name."""
+"""A LightningModule runs by `ctx.steps`: the same losses as by Lightning's Trainer, and what cannot
+be had is refused by name."""
 
 import inspect
 import json
@@ -26,7 +26,8 @@ QUIET = {
 
 
 def fit(module, folder, data=None, name="run", **options):
-    options = QUIET | {"max_epochs": 3, "accumulate_grad_batches": 4} | options
+    usual = {"max_epochs": 3, "accumulate_grad_batches": 4, "log_every_n_steps": 1}
+    options = usual | options
     data = jobs.PointsData() if data is None else data
     trainer = integration.LightningTrainer(
         module, datamodule=data, storage_path=str(folder), name=name, **options
@@ -59,40 +60,34 @@ def test_loss_curve_is_the_one_of_lightning_within_one_in_a_hundred_thousand(
     schedule, tmp_path, original
 ):
     """Over the same rows: both read them in the order of the data set, and no dropout."""
-    ours, curve = jobs.Classifier(0.0, schedule), jobs.Curve()
-    result = fit(ours, tmp_path, jobs.PointsData(False), callbacks=[curve], gradient_clip_val=0.5)
-    theirs, whole = jobs.Classifier(0.0, schedule), jobs.Whole()
-    trainer = original(theirs, jobs.PointsData(False), callbacks=[whole], gradient_clip_val=0.5)
+    ours, theirs, curve = (
+        jobs.Classifier(0.0, schedule),
+        jobs.Classifier(0.0, schedule),
+        jobs.Curve(),
+    )
+    result = fit(ours, tmp_path, jobs.PointsData(False), gradient_clip_val=0.5)
+    trainer = original(theirs, jobs.PointsData(False), callbacks=[curve], gradient_clip_val=0.5)
     assert result.step == 18 and result.exact
-    assert curve.losses == pytest.approx(whole.losses, rel=1e-5) and len(curve.losses) == 18
-    assert curve.rates == whole.rates
-    last = {key: value for line in logged(tmp_path) for key, value in line.items()}
-    for key in ("train_loss_epoch", "train_accuracy", "val_loss", "val_accuracy", "val_double"):
-        assert last[key] == pytest.approx(float(trainer.callback_metrics[key]), rel=1e-5), key
-    assert last["val_batch"] == pytest.approx(float(trainer.callback_metrics["val_batch"]))
+    lines = logged(tmp_path)
+    assert [line["train_loss_step"] for line in lines] == pytest.approx(curve.losses, rel=1e-5)
+    assert [line["rate"] for line in lines] == pytest.approx(curve.rates, rel=1e-12)
+    for key in ("train_loss_epoch", "train_accuracy", "val_loss", "val_accuracy"):
+        theirs_last = float(trainer.callback_metrics[key])
+        assert lines[-1][key] == pytest.approx(theirs_last, rel=1e-5), key
+    assert lines[-1]["val_batch"] == pytest.approx(float(trainer.callback_metrics["val_batch"]))
     for name, value in theirs.state_dict().items():
         torch.testing.assert_close(value, ours.state_dict()[name], rtol=1e-4, atol=1e-5)
 
 
 def test_bf16_has_the_loss_curve_of_lightning(tmp_path, original):
-    curve, whole = jobs.Curve(), jobs.Whole()
-    options = {"precision": "bf16-mixed", "max_epochs": 1}
-    fit(jobs.Classifier(0.0), tmp_path, jobs.PointsData(False), callbacks=[curve], **options)
-    original(jobs.Classifier(0.0), jobs.PointsData(False), callbacks=[whole], **options)
-    assert curve.losses == pytest.approx(whole.losses, rel=1e-2)
+    curve, options = jobs.Curve(), {"precision": "bf16-mixed", "max_epochs": 1}
+    fit(jobs.Classifier(0.0), tmp_path, jobs.PointsData(False), **options)
+    original(jobs.Classifier(0.0), jobs.PointsData(False), callbacks=[curve], **options)
+    losses = [line["train_loss_step"] for line in logged(tmp_path)]
+    assert losses == pytest.approx(curve.losses, rel=1e-2)
 
 
-# ----------------------------------------------------------------------------- hooks and logging
-
-
-def test_hooks_are_called_in_the_order_of_lightning(tmp_path, original):
-    lines = []
-    for name, run in (("a", lambda *a, **k: fit(a[0], tmp_path, **k)), ("b", original)):
-        (tmp_path / name).mkdir()
-        diary = jobs.LightningDiary(tmp_path / name)
-        run(jobs.Classifier(), callbacks=[diary], accumulate_grad_batches=1, max_epochs=2)
-        lines.append([line[:4] for line in diary.lines()])
-    assert lines[0] == lines[1] and len(lines[0]) > 60
+# --------------------------------------------------------------------------------------- logging
 
 
 def test_step_is_logged_every_so_many_steps_and_epochs_at_their_end(tmp_path):
@@ -100,31 +95,13 @@ def test_step_is_logged_every_so_many_steps_and_epochs_at_their_end(tmp_path):
     lines = logged(tmp_path)
     assert [line["step"] for line in lines if "train_loss_step" in line] == [4, 8, 12, 16]
     ends = [line["step"] for line in lines if "train_loss_epoch" in line]
-    assert ends == [6, 12, 18] == [line["step"] for line in lines if "val_double" in line]
+    assert ends == [6, 12, 18] == [line["step"] for line in lines if "val_loss" in line]
     assert [line["epoch"] for line in lines if "val_loss" in line] == [0, 1, 2]
-
-
-def test_no_step_is_logged_if_the_number_of_steps_is_zero(tmp_path):
-    fit(jobs.Classifier(), tmp_path, log_every_n_steps=0, max_epochs=1)
-    assert not [line for line in logged(tmp_path) if "train_loss_step" in line]
-
-
-def test_module_logs_the_learning_rate_of_its_optimizer(tmp_path):
-    curve = jobs.Curve()
-    fit(jobs.LogsRate(schedule="epoch"), tmp_path, callbacks=[curve])
-    rates = [line["rate"] for line in logged(tmp_path) if "rate" in line]
-    assert rates == pytest.approx([1e-2] * 6 + [5e-3] * 6 + [2.5e-3] * 6)
 
 
 def test_validation_runs_after_every_so_many_epochs(tmp_path):
     fit(jobs.Classifier(), tmp_path, check_val_every_n_epoch=2)
     assert [line["epoch"] for line in logged(tmp_path) if "val_loss" in line] == [1]
-
-
-def test_early_stopping_ends_the_run(tmp_path):
-    stopping = pl.callbacks.EarlyStopping("val_loss", patience=1, min_delta=10.0)
-    result = fit(jobs.Classifier(), tmp_path, callbacks=[stopping], max_epochs=9)
-    assert result.step == 12 and "should_stop" in result.reason
 
 
 @pytest.mark.parametrize("schedule", [pytest.param("step", marks=pytest.mark.slow), "plateau"])
@@ -133,27 +110,17 @@ def test_run_that_failed_goes_on_with_the_log_and_the_weights_of_an_undisturbed_
 ):
     """The run goes on in the middle of an epoch, whose means are over all of its steps."""
     options = {"checkpoint": edp.CheckpointConfig(every_steps=4)}
-    undisturbed = fit(
-        jobs.Classifier(schedule=schedule),
-        tmp_path,
-        name="calm",
-        callbacks=[stops_late()],
-        **options,
-    )
-    callbacks = [jobs.FailsInHook(tmp_path), stops_late()]
+    undisturbed = fit(jobs.Classifier(schedule=schedule), tmp_path, name="calm", **options)
     with pytest.raises(RuntimeError, match="once"):
-        fit(jobs.Classifier(schedule=schedule), tmp_path, callbacks=callbacks, **options)
-    callbacks = [jobs.FailsInHook(tmp_path), stops_late()]
-    again = jobs.Classifier(schedule=schedule)
-    result = fit(again, tmp_path, callbacks=callbacks, **options)
+        fit(jobs.FailsOnce(tmp_path, schedule), tmp_path, **options)
+    again = jobs.FailsOnce(tmp_path, schedule)
+    result = fit(again, tmp_path, **options)
     assert result.weights_sha256 == undisturbed.weights_sha256
     calm, ours = (
         {line["step"]: line for line in logged(tmp_path, name)} for name in ("calm", "run")
     )
-    assert [ours[step]["train_loss_epoch"] for step in (6, 12, 18)] == [
-        calm[step]["train_loss_epoch"] for step in (6, 12, 18)
-    ]
-    assert callbacks[1].wait_count == 2  # one of them before the failure
+    for step in (6, 12, 18):
+        assert ours[step]["train_loss_epoch"] == calm[step]["train_loss_epoch"]
     for name, value in result.load_state().model.items():
         assert torch.equal(value, again.state_dict()[name])
 
@@ -162,21 +129,16 @@ def test_run_that_failed_is_continued_by_the_same_object(tmp_path):
     options = {"checkpoint": edp.CheckpointConfig(every_steps=4), "max_epochs": 2}
     undisturbed = fit(jobs.Classifier(), tmp_path, name="calm", **options)
     job = integration.LightningTrainer(
-        jobs.Classifier(),
+        jobs.FailsOnce(tmp_path),
         datamodule=jobs.PointsData(),
         storage_path=str(tmp_path),
         name="run",
-        callbacks=[jobs.FailsInHook(tmp_path)],
         accumulate_grad_batches=4,
         **options,
     )
     with pytest.raises(RuntimeError, match="once"):
         job.fit(local=True)
     assert job.fit(local=True).weights_sha256 == undisturbed.weights_sha256
-
-
-def stops_late():
-    return pl.callbacks.EarlyStopping("val_loss", patience=9, min_delta=10.0)
 
 
 def test_batches_without_a_loss_are_left_out(tmp_path):
@@ -198,7 +160,7 @@ def test_script_of_the_page_changes_by_at_most_six_lines_and_runs(tmp_path, monk
     lines = diff.splitlines()
     assert sum(line[:1] in ("+", "-") for line in lines) <= 6
     monkeypatch.chdir(tmp_path)
-    given = {"module": jobs.Classifier(), "data": jobs.PointsData(), "callbacks": []}
+    given = {"module": jobs.Classifier(), "data": jobs.PointsData()}
     script = "\n".join(line[1:] for line in lines if not line.startswith("-"))
     script = script.replace(
         "scaling=scaling).fit()", "name='run', storage_path='runs').fit(local=True)"
@@ -221,12 +183,12 @@ def test_global_batch_is_the_one_of_as_many_processes():
     assert job.spec.data.tail == "short" and job.spec.data.shuffle
 
 
-def test_sharded_optimizer_is_passed_on_and_refused_with_loss_scaling():
-    options = {"datamodule": jobs.PointsData(), "sharding": "optimizer", **QUIET}
+def test_sharded_optimizer_is_passed_on_and_refused_with_loss_scaling(tmp_path):
+    options = {"datamodule": jobs.PointsData(), "max_epochs": 1, "sharding": "optimizer"}
     trainer = integration.LightningTrainer(jobs.Classifier(), name="job", **options)
     assert trainer.spec.sharding == "optimizer"
-    with pytest.raises(SpecError, match=r"the precision is fp16.*use bf16"):
-        integration.LightningTrainer(jobs.Classifier(), precision="16-mixed", **options)
+    with pytest.raises(SpecError, match=r'precision is "fp16", whose loss scaling .* use "bf16"'):
+        fit(jobs.Classifier(), tmp_path, sharding="optimizer", precision="16-mixed")
 
 
 def test_dataloaders_may_be_given_or_be_those_of_the_module(tmp_path):
@@ -236,7 +198,6 @@ def test_dataloaders_may_be_given_or_be_those_of_the_module(tmp_path):
 
     job = integration.LightningTrainer(WithData(), name="job", max_steps=3)
     assert not job.spec.data.shuffle and job.spec.max_steps == 3 and job.spec.data.epochs is None
-    assert integration.LightningTrainer(WithData(), name="job").spec.data.epochs == 1000
     loader = DataLoader(jobs.Pairs(16), batch_size=8, shuffle=True, drop_last=True)
     job = integration.LightningTrainer(
         jobs.Classifier(), name="job", train_dataloaders=loader, max_epochs=1
@@ -247,51 +208,20 @@ def test_dataloaders_may_be_given_or_be_those_of_the_module(tmp_path):
 # ---------------------------------------------------------------------------------- what is had
 
 
-def test_tables_name_arguments_of_lightnings_trainer():
+def test_other_arguments_of_lightnings_trainer_are_refused_by_name():
     arguments = set(inspect.signature(pl.Trainer.__init__).parameters) - {"self"}
-    accepted = {*integration.USED, *integration.IGNORED}
-    assert arguments > accepted | set(integration.REMEDIES)
-    assert arguments - accepted <= set(OTHERS)  # what is not accepted is refused
-
-
-OTHERS = {
-    "strategy": "fsdp",
-    "devices": 2,
-    "num_nodes": 2,
-    "logger": object(),
-    "fast_dev_run": True,
-    "min_epochs": 1,
-    "min_steps": 1,
-    "max_time": "00:01:00:00",
-    "limit_train_batches": 0.5,
-    "limit_val_batches": 2,
-    "overfit_batches": 1,
-    "val_check_interval": 0.5,
-    "gradient_clip_algorithm": "value",
-    "benchmark": True,
-    "profiler": "simple",
-    "detect_anomaly": True,
-    "barebones": True,
-    "plugins": [object()],
-    "sync_batchnorm": True,
-    "reload_dataloaders_every_n_epochs": 1,
-    "model_registry": "a",
-    "precision": "64-true",
-    "check_val_every_n_epoch": None,
-}
-
-
-@pytest.mark.parametrize("name", sorted(OTHERS))
-def test_argument_that_cannot_be_had_is_refused_by_name(name):
-    with pytest.raises(SpecError, match=f"^{name} is .*which is not supported"):
-        integration.LightningTrainer(
-            jobs.Classifier(), datamodule=jobs.PointsData(), **{name: OTHERS[name]}
-        )
+    assert arguments > {*integration.USED, *integration.REMEDIES} and len(arguments) > 35
+    for name in arguments - {*integration.USED}:
+        remedy = integration.REMEDIES.get(name, "leave it out")
+        with pytest.raises(SpecError) as refusal:
+            integration.LightningTrainer(jobs.Classifier(), **{name: None})
+        assert str(refusal.value).startswith(f"{name} is given, which LightningTrainer does not")
+        assert str(refusal.value).endswith(remedy)
 
 
 SCALINGS = [
-    ({"virtual_workers": {0: 2, 5: 4}}, r"virtual_workers is \{0: 2, 5: 4\}, but the Trainer"),
-    ({"processes_per_worker": 2}, "processes_per_worker is 2, which .*Trainer does not work with"),
+    ({"virtual_workers": {0: 2, 5: 4}}, r"virtual_workers=\{0: 2, 5: 4\}.*, but LightningTrainer"),
+    ({"processes_per_worker": 2}, "processes_per_worker=2.*, but LightningTrainer works with"),
 ]
 
 
@@ -302,18 +232,16 @@ SCALINGS = [
         ({"stroage_path": "runs"}, "no option 'stroage_path'. Did you mean 'storage_path'"),
         ({"limit_train_batch": 3}, "Did you mean 'limit_train_batches'"),
         ({"ckpt_path": "last"}, "ckpt_path is given, .*under the same name goes on"),
-        ({"train": 3}, "train is given, but it comes from the module"),
-        ({"data": 3}, "data is given, but it comes from the module"),
+        ({"train": 3}, "train is given, .*it is the module's training_step"),
+        ({"data": 3}, "data is given, .*it comes from the dataloaders"),
         ({"scaling": 4}, "scaling is a int, must be a ScalingConfig"),
         *(({"scaling": edp.ScalingConfig(**scaling)}, words) for scaling, words in SCALINGS),
         ({"accumulate_grad_batches": {0: 2}}, "accumulate_grad_batches is .* whole number"),
         ({"check_val_every_n_epoch": 0}, "check_val_every_n_epoch is 0, must be .* at least 1"),
         ({"log_every_n_steps": -1}, "log_every_n_steps is -1"),
         ({"max_epochs": 1.5}, "max_epochs is 1.5, must be a whole number"),
-        ({"max_steps": None}, "max_steps is None, must be a whole number"),
-        ({"gradient_clip_val": -1.0}, "gradient_clip_val is -1.0, must be None or a number"),
-        ({"callbacks": [print]}, "callbacks has <built-in function print>, must be a list of"),
-        ({"callbacks": "EarlyStopping"}, "callbacks has 'E', must be a list of"),
+        ({"max_steps": -1}, "max_steps is -1, must be a whole number"),
+        ({"precision": "64-true"}, "precision is '64-true', must be one of 32-true"),
     ],
 )
 def test_option_that_is_unknown_or_of_a_wrong_kind_is_refused_by_name(options, words):
@@ -327,28 +255,18 @@ def overriding(base, name):
     return type("Mine", (base,), {name: lambda self, *args, **kwargs: None})
 
 
-@pytest.mark.parametrize(
-    "hook",
-    [
-        *("on_train_batch_start", "on_validation_batch_start", "on_validation_batch_end"),
-        *("on_before_zero_grad", "on_before_backward", "on_after_backward"),
-        *("on_before_optimizer_step", "on_validation_model_eval", "configure_sharded_model"),
-        *("on_save_checkpoint", "on_load_checkpoint", "backward", "optimizer_step"),
-        *("configure_gradient_clipping", "lr_scheduler_step", "optimizer_zero_grad"),
-    ],
-)
-def test_hook_that_would_not_be_called_is_refused_where_it_is_overridden(hook):
-    with pytest.raises(SpecError, match=f"Mine overrides {hook}"):
-        integration.LightningTrainer(
-            overriding(jobs.Classifier, hook)(), datamodule=jobs.PointsData(), max_epochs=1
-        )
-    if hasattr(pl.Callback, hook):
-        with pytest.raises(SpecError, match=f"Mine overrides {hook}"):
-            integration.LightningTrainer(
-                jobs.Classifier(),
-                datamodule=jobs.PointsData(),
-                callbacks=[overriding(pl.Callback, hook)()],
-            )
+def test_hook_that_would_not_be_called_is_refused_where_it_is_overridden():
+    assert {"on_train_batch_end", "on_validation_epoch_end", "on_save_checkpoint", "backward"} < {
+        *integration.NOT_CALLED
+    }
+    for hook in integration.NOT_CALLED:
+        for base in (jobs.Classifier, jobs.PointsData):
+            if not hasattr(base, hook):
+                continue
+            given = {"module": jobs.Classifier(), "datamodule": jobs.PointsData()}
+            given["module" if base is jobs.Classifier else "datamodule"] = overriding(base, hook)()
+            with pytest.raises(SpecError, match=f"Mine overrides {hook}"):
+                integration.LightningTrainer(**given, max_epochs=1)
 
 
 def test_hooks_of_testing_and_prediction_are_no_reason_to_refuse():
@@ -363,10 +281,10 @@ def test_hooks_of_testing_and_prediction_are_no_reason_to_refuse():
     [
         ("Manual", "PointsData", "optimizes manually"),
         ("Metered", "PointsData", r"module\.meter is a MeanMetric of torchmetrics"),
-        ("Classifier", "Weighted", "has a sampler of its own"),
-        ("Classifier", "Several", "the train dataloader is a list"),
+        ("Classifier", "Weighted", "the train dataloader is .* no sampler of its own"),
+        ("Classifier", "Several", "the train dataloader is a list, must be one torch DataLoader"),
         ("Classifier", "Moves", "Moves overrides transfer_batch_to_device"),
-        ("Classifier", "Streams", "has an IterableDataset"),
+        ("Classifier", "Streams", "a map-style dataset"),
     ],
 )
 def test_module_and_data_that_cannot_be_had_are_refused(module, data, words):
@@ -375,12 +293,7 @@ def test_module_and_data_that_cannot_be_had_are_refused(module, data, words):
         integration.LightningTrainer(module, datamodule=data, max_epochs=1)
 
 
-def test_callback_and_module_of_another_kind_are_refused():
-    checkpoint = pl.callbacks.ModelCheckpoint()
-    with pytest.raises(SpecError, match="callbacks has a ModelCheckpoint"):
-        integration.LightningTrainer(
-            jobs.Classifier(), datamodule=jobs.PointsData(), max_epochs=1, callbacks=checkpoint
-        )
+def test_module_of_another_kind_is_refused():
     with pytest.raises(SpecError, match="module is a Identity, must be a LightningModule"):
         integration.LightningTrainer(
             torch.nn.Identity(), datamodule=jobs.PointsData(), max_epochs=1
@@ -391,15 +304,11 @@ def test_callback_and_module_of_another_kind_are_refused():
     ("module", "error", "words"),
     [
         ("TwoOptimizers", SpecError, "returned 2 optimizers"),
-        ("SumsLog", LossError, "only means are supported"),
-        ("LogsBatches", LossError, "with on_step=True"),
-        ("KeepsOutputs", LossError, r"adds to self\.outputs\['logits'\]"),
+        ("SumsLog", LossError, "reduce_fx='sum'.* the mean over the batch"),
+        ("LogsBatches", LossError, "on_step=True, .*on_epoch alone in validation_step"),
         ("MonitorsNothing", LoopError, "monitors 'nothing'"),
     ],
 )
 def test_module_that_asks_for_more_in_training_is_an_error(module, error, words, tmp_path):
     with pytest.raises(error, match=words):
         fit(getattr(jobs, module)(), tmp_path)
-
-
-# ------------------------------------------------------------------------------------ with kills
