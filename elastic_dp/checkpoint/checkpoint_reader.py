@@ -20,7 +20,6 @@ from elastic_dp.checkpoint.commit_record import (
     Manifest,
     StateTree,
     unit_digest,
-    unit_digester,
 )
 from elastic_dp.checkpoint.layout import MAX_UNIT_BYTES, Blob, Unit
 from elastic_dp.errors import CheckpointDamaged, CheckpointError, ElasticError, StorageError
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     import torch
 
 IN_FLIGHT = 32  # concurrent requests
-_CACHED_BYTES = 1 << 20  # bytes per read; smaller reads make threads wait for the GIL
 
 
 class Request(NamedTuple):
@@ -223,9 +221,6 @@ def read_request(
         views = [memoryview(target.numpy()) for target in targets]  # type: ignore[arg-type]
     path = blob_path(catalog.folder, commit.step, request.blob.name)
     start = request.blob.offsets[request.first]
-    local = catalog.store.local_path(path)
-    if local is not None and _read_file(local, start, request.units, views):
-        return
     try:
         content = memoryview(catalog.store.read(path, start, start + request.nbytes)).cast("B")
     except ObjectMissing:
@@ -245,35 +240,6 @@ def read_request(
                 "that were committed",
             )
         at += unit.nbytes
-
-
-def _read_file(path: str, start: int, units: Sequence[Unit], targets: Sequence[memoryview]) -> bool:
-    """Reads units straight into `targets`, and computes their digests while the data is in the
-    cache.
-
-    Returns whether they are as committed. Else the caller reads through the store, which retries
-    and reports errors.
-    """
-    try:
-        with open(path, "rb", buffering=0, opener=_without_waiting) as file:
-            file.seek(start)
-            for unit, target in zip(units, targets, strict=True):
-                digest = unit_digester()
-                for i in range(0, len(target), _CACHED_BYTES):
-                    piece = target[i : i + _CACHED_BYTES]
-                    if file.readinto(piece) != len(piece):
-                        return False
-                    digest.update(piece)
-                if digest.hexdigest() != unit.digest:
-                    return False
-    except OSError:
-        return False
-    return True
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file without waiting for the other end, in case it is a named pipe."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def threads(catalog: Catalog) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -224,7 +225,11 @@ class CommitRecord:
         """
         body = _read_format(_checked(content, step), step)
         try:
-            told = {**body["about"], "metrics": _decoded(body["about"]["metrics"])}
+            metrics = {
+                name: value if isinstance(value, int | float) else _number(value)
+                for name, value in body["about"]["metrics"].items()
+            }
+            told = {**body["about"], "metrics": metrics}
             known = {
                 field.name for field in dataclasses.fields(CommitMetadata)
             }  # without fields of a later version
@@ -233,7 +238,7 @@ class CommitRecord:
             )
             manifest, fence = Manifest.from_json(body["manifest"]), whole_number(body["fence"])
             commit = cls(manifest, fence, metadata)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
             raise CheckpointDamaged(step, f"its commit record cannot be read ({error})") from None
         if commit.step != step:
             raise CheckpointDamaged(step, f"its commit record is that of step {commit.step}")
@@ -243,11 +248,6 @@ class CommitRecord:
 def unit_digest(content: Any) -> str:
     """Returns the digest of a unit: XXH3 with 128 bits, which is fast but not cryptographic."""
     return xxhash.xxh3_128_hexdigest(content)
-
-
-def unit_digester() -> Any:
-    """Returns a hash object that computes `unit_digest` incrementally."""
-    return xxhash.xxh3_128()
 
 
 def _checked(content: bytes, step: int) -> dict[str, Any]:
@@ -266,17 +266,10 @@ def _checked(content: bytes, step: int) -> dict[str, Any]:
     return stored
 
 
-def _decoded(metrics: Any) -> Any:
-    """Returns the metrics as numbers.
-
-    Only values that JSON cannot express (NaN, infinities) go through the decoder, which imports
-    torch.
-    """
-    if all(isinstance(value, int | float) for value in metrics.values()):
-        return metrics
-    from elastic_dp.checkpoint.codec import decode
-
-    return decode(metrics, [])
+def _number(value: Any) -> float:
+    """Returns a metric. NaN and infinities are as codec.py writes them, which imports torch."""
+    number: float = struct.unpack(">d", bytes.fromhex(value["v"]))[0]
+    return number
 
 
 def _read_format(stored: dict[str, Any], step: int) -> dict[str, Any]:

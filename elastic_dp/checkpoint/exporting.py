@@ -20,7 +20,7 @@ import torch
 from elastic_dp.checkpoint.catalog import Catalog, Keep
 from elastic_dp.checkpoint.checkpoint_reader import load, load_newest, taking_apart
 from elastic_dp.checkpoint.commit_record import CommitRecord
-from elastic_dp.checkpoint.layout import METADATA, WORDS, dtype_name, flat_bytes, header
+from elastic_dp.checkpoint.layout import WORDS, Blob, TensorSpec, Unit, dtype_name, flat_bytes
 from elastic_dp.checkpoint.state_dict_names import model_state, optimizer_state, scheduler_state
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
 from elastic_dp.storage import StorageURL, Store
@@ -101,29 +101,21 @@ def safetensors(tensors: Mapping[str, Any]) -> bytes:
 
     Raises CheckpointError for a dtype that safetensors lacks, and for a value that is not a tensor.
     """
-    table: dict[str, Any] = {"__metadata__": METADATA}
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
                 f"safetensors holds tensors only, and {name} is a {type(value).__name__}; "
                 "export to a .pt file"
             )
-    contents, at = [], 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
-        if dtype_name(tensor.dtype) not in WORDS:
+        if dtype_name(value.dtype) not in WORDS:
             raise CheckpointError(
-                f"safetensors has no {tensor.dtype} ({name}); export to a .pt file"
+                f"safetensors has no {value.dtype} ({name}); export to a .pt file"
             )
-        content = flat_bytes(tensor.contiguous()).numpy().tobytes()
-        span = [at, at + len(content)]
-        table[name] = {
-            "dtype": WORDS[dtype_name(tensor.dtype)][0],
-            "shape": list(tensor.shape),
-            "data_offsets": span,
-        }
-        contents.append(content)
-        at += len(content)
-    return b"".join([header(table), *contents])
+    found = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    found = [(name, tensor.contiguous()) for name, tensor in found]
+    specs = {name: TensorSpec.of(name, tensor) for name, tensor in found}
+    blob = Blob.of([Unit(name, 0, spec.nbytes) for name, spec in specs.items()], specs)
+    return b"".join([blob.header, *(flat_bytes(one).numpy().tobytes() for _, one in found)])
 
 
 def _export_distributed(state: LoadedState, folder: str) -> None:

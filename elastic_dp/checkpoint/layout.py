@@ -32,7 +32,7 @@ _BLOBS = 32
 _ALIGNED_TO = 64  # bytes: alignment of a blob's data in its file
 ROOM_ALIGNED_TO = 4096  # bytes: a disk takes page-aligned blobs from host memory without a copy
 
-METADATA = {"format": "pt"}  # as safetensors.torch writes it
+_METADATA = {"format": "pt"}  # as safetensors.torch writes it
 # The safetensors name of each torch dtype and the size of an element in bytes. safetensors lacks
 # complex128 and some others: their tensors are stored as bytes.
 WORDS = {
@@ -144,14 +144,14 @@ class Blob:
     @classmethod
     def of(cls, units: Sequence[Unit], specs: Mapping[str, TensorSpec]) -> Blob:
         """`specs`: those of the tensors, by name."""
-        table: dict[str, Any] = {"__metadata__": METADATA}
+        table: dict[str, Any] = {"__metadata__": _METADATA}
         at = 0
         for unit in units:
             name, word, shape = _described(unit, specs[unit.tensor])
             span = [at, at + unit.nbytes]
             table[name] = {"dtype": word, "shape": shape, "data_offsets": span}
             at += unit.nbytes
-        return cls(tuple(units), header(table))
+        return cls(tuple(units), _header(table))
 
     @cached_property
     def name(self) -> str:
@@ -242,7 +242,7 @@ def _is_dtype(word: Any) -> bool:
     return isinstance(getattr(torch, word, None), torch.dtype)
 
 
-def header(table: dict[str, Any]) -> bytes:
+def _header(table: dict[str, Any]) -> bytes:
     """Returns a safetensors header for `table`, padded so that the data after it is aligned."""
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     padded = text + b" " * (-(8 + len(text)) % _ALIGNED_TO)

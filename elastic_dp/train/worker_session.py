@@ -265,7 +265,7 @@ class WorkerSession:
         self._signature = Signature(layout, self.data.fingerprint, kind, software, lines)
         self.state.kinds = [kind]
         if self.checkpoints is not None:
-            self.checkpoints.open(self, self._signature, given)
+            self.checkpoints.open(self, self._signature)
             self._opened_checkpoints = self.checkpoints
         elif self.gang is not None and self.gang.helps_to_gather:
             from elastic_dp.train.checkpointing.worker_checkpointer import FollowerCheckpoints
@@ -291,7 +291,6 @@ class WorkerSession:
             else:
                 self._groups.load_kernels()
                 trial.warm_up()
-                self.state.preallocate()  # behind the trial, whose gradients are free now
         finally:
             self.report("start")
 

@@ -17,7 +17,7 @@ another member. If a body wrote to that state, some members would apply the chan
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -127,22 +127,6 @@ class ModelGuard:
         if not before or not now or now == before:
             return None
         return next(n for n, a, b in zip(self._names, before, now, strict=True) if a != b)
-
-    def watch_others(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-        """Refuses steps of other optimizers, by the names of the loss function's variables."""
-        for name, optimizer in optimizers.items():
-
-            def refuse(*_: Any, name: str = name) -> None:
-                if self.is_in_loss:
-                    raise LossError(
-                        f"the loss function called {name}.step(), of a second optimizer: it may "
-                        "run more than once for a step, and each worker runs it for its own "
-                        'micro-batches. Train both as one: model = nn.ModuleDict({"G": G, '
-                        '"D": D}), one optimizer with a parameter group for each, and one loss '
-                        "that adds both, each with the other's parameters detached (docs/loop.md)"
-                    )
-
-            self._hooks.append(optimizer.register_step_pre_hook(refuse))
 
     # ------------------------------------------------------------------------------ private
 
