@@ -1,11 +1,12 @@
 """A worker that joins a run with a large state takes it over in parts, while the others train.
 
 It is in the group from the start, and has no virtual workers yet. In each step it receives a part
-of the state, while the others run their micro-batches. It gets the reduced gradient as all members
-do, and makes the same update. So what has arrived stays current, bit for bit: the optimizer
-computes each element from that element's gradient and state alone. What has not arrived is
-overwritten later. Once all is there, the workers pause for the small rest (buffers, parameter
-groups, what the loop body changes), and divide the virtual workers among all.
+of the state, while the others run their micro-batches: a larger part where those take longer. It
+gets the reduced gradient as all members do, and makes the same update. So what has arrived stays
+current, bit for bit: the optimizer computes each element from that element's gradient and state
+alone. What has not arrived is overwritten later. Once all is there, the workers pause for the small
+rest (buffers, parameter groups, what the loop body changes), and divide the virtual workers among
+all.
 
 Until then the worker runs no loop body, its entry in a header does not count, and it has no share
 of a checkpoint. If the generation ends meanwhile, what has arrived is kept in the next one, unless
@@ -42,8 +43,9 @@ if TYPE_CHECKING:
     from elastic_dp.train.step.leaf_runner import WorkShares
 
 LARGE_BYTES = 16 << 20  # of parameters. Of fewer, a copy takes no time that is worth a question.
-OF_A_STEP = 8  # a step moves this part of the bytes of the parameters
+OF_A_ROUND = 8  # a round moves this part of the bytes of the parameters
 LEAST_BYTES = 4 << 20
+MOST_ROUNDS = 4  # in one step
 _SMALL_NUMEL = 16  # of state that goes with each range, such as the number of steps
 
 
@@ -64,7 +66,7 @@ class GradualJoin(StepParticipant):
             and sum(p.nbytes for p in state.parameters.values()) >= LARGE_BYTES
         )
         self._move: Move | None = None
-        self._source = 0
+        self._source, self._rounds = 0, 1
         self._trainable: list[bool] = []  # when the move began
         self._is_unsteady = False  # that has changed during a join, on all that were not new
         self._arrived = set[int]()  # units, in generations that ended meanwhile
@@ -112,10 +114,10 @@ class GradualJoin(StepParticipant):
             self._arrived = set()
         mine = self._arrived if group.rank in joining else range(count)
         have = ranks_with(group, mine, count)
-        nbytes = sum(p.nbytes for p in self._state.parameters.values()) // OF_A_STEP
+        nbytes = sum(p.nbytes for p in self._state.parameters.values()) // OF_A_ROUND
         budget, need = max(LEAST_BYTES, nbytes), [[*joining]] * count
         self._move = Move(group, units, have, need, budget=budget)
-        self._source, self._trainable = source, self._flags()
+        self._source, self._rounds, self._trainable = source, 1, self._flags()
         return True
 
     def finish(self) -> None:
@@ -139,17 +141,25 @@ class GradualJoin(StepParticipant):
             self._is_unsteady = True
             raise GroupError("requires_grad has changed while a worker joins: it joins at once")
         if not self._move.in_flight:
-            self._move.begin()
+            self._move.begin(self._rounds)
 
     def propose(self) -> bytes:
-        if self._move is None or self._shares.rank != self._source:
+        if self._move is None:
             return b""
+        in_time = bytes([self._move.is_over])
+        if self._shares.rank != self._source:
+            return in_time
         state = self._state
         scale = None if state.loss_scale is None else vars(state.loss_scale)
-        return to_bytes({"held": state.optimizers.now(), "loss_scale": scale})
+        return in_time + to_bytes({"held": state.optimizers.now(), "loss_scale": scale})
 
     def agree(self, proposals: Sequence[bytes]) -> Verdict:
-        self._given = next(filter(None, proposals), b"")
+        """Where the parts of this step have arrived while micro-batches ran, the next one moves
+        twice as many, or else half."""
+        told = [proposal for proposal in proposals if proposal]
+        in_time = all(proposal[0] for proposal in told)
+        self._rounds = min(2 * self._rounds, MOST_ROUNDS) if in_time else max(1, self._rounds // 2)
+        self._given = next(filter(None, (proposal[1:] for proposal in told)), b"")
         return None
 
     def prepare(self) -> None:

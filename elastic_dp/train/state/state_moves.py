@@ -7,7 +7,7 @@ the holders of a sharded optimizer's state, and to all members when they read a 
   Several holders share the work. A member that receives a unit may send it on in a later round, so
   one source can serve many receivers.
 - A round sends a limited number of bytes, so no side needs memory for all units at once. A move may
-  go on over several steps: one round in each.
+  go on over several steps, with some rounds in each.
 - A move writes to no unit but those that this member needs. Nobody may use what has arrived before
   `finish` has returned or `is_done` is true: if another member is lost, GroupError ends the move.
 
@@ -30,7 +30,7 @@ from elastic_dp.distributed.process_group import ProcessGroup
 
 ROUND_BYTES = 4 << 20  # that a member sends or receives in one round, or one unit
 UNIT_BYTES = 2 << 20  # of a large tensor's units
-_MAX_IN_FLIGHT = 2  # rounds
+_MAX_IN_FLIGHT = 2  # rounds of `finish`
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +154,17 @@ class Move:
     def in_flight(self) -> bool:
         return bool(self._in_flight)
 
-    def begin(self) -> None:
-        """Begins the next round, if there is one. Waits for members that have not begun where a
-        size is not known. Raises GroupError."""
-        if self._rounds:
-            self._in_flight.append(_Round(self._group, self._units, self._rounds.popleft()))
+    @property
+    def is_over(self) -> bool:
+        """Whether `take` need not wait for other members."""
+        return all(one.is_over for one in self._in_flight)
+
+    def begin(self, rounds: int = 1) -> None:
+        """Begins the next rounds, up to one that sends what is still in flight. Waits for members
+        that have not begun where a size is not known. Raises GroupError."""
+        for _ in range(rounds):
+            if self._may_begin():
+                self._in_flight.append(_Round(self._group, self._units, self._rounds.popleft()))
 
     def take(self) -> None:
         """Waits for what is in flight, and writes it. Raises GroupError."""
@@ -168,14 +174,14 @@ class Move:
     def finish(self) -> int:
         """Does all rounds that are left. Returns the bytes received. Raises GroupError."""
         while not self.is_done:
-            if self._may_overlap():
+            if len(self._in_flight) < _MAX_IN_FLIGHT and self._may_begin():
                 self.begin()
             else:
                 self._land()
         return self.received_bytes
 
-    def _may_overlap(self) -> bool:
-        if not self._rounds or len(self._in_flight) >= _MAX_IN_FLIGHT:
+    def _may_begin(self) -> bool:
+        if not self._rounds:
             return False
         arriving = {one.unit for some in self._in_flight for one in some.transfers}
         return not any(one.unit in arriving for one in self._rounds[0])
@@ -251,6 +257,10 @@ class _Round:
         flat = torch.cat([self._arrived[:0], *vectors])
         counts = [incoming, [sum(size_of[unit] for unit in some) for some in outgoing]]
         self._sending = group.all_to_all(self._arrived, flat, *counts)
+
+    @property
+    def is_over(self) -> bool:
+        return self._group.is_over(self._sending)
 
     def land(self) -> None:
         self._group.wait(self._sending)
