@@ -82,7 +82,7 @@ def gradually(train, folder, instant=None, role=None):
         gradual_join.LARGE_BYTES, gradual_join.LEAST_BYTES, state_transfer.SHORT_S = 0, 1, 0.0
         log_sender.GATHER_S = 60.0  # what somebody has not sent when it dies, another one must have
         gradual_join.UNIT_BYTES = 512
-        gradual_join.OF_A_ROUND = 12  # parts of some 3 kB of parameters
+        gradual_join.OF_A_ROUND, gradual_join.MOST_ROUNDS = 12, 4  # of some 3 kB of parameters
 
         def dies(at, moving):
             if instant != at or not session.loop.opened:
@@ -376,3 +376,14 @@ def by_optimizer(kind, options):
 def test_two_join_with_each_optimizer_and_clipped_gradients(kind, options, tmp_path):
     steps = join_twice(by_optimizer(kind, options), tmp_path, {})
     assert len(steps) == (2 if kind in ELEMENTWISE else 0)
+
+
+def test_larger_parts_where_micro_batches_take_longer_than_the_last_ones():
+    """All members that run micro-batches must have found it so; an entry of b"" is a joiner's."""
+    joining, paces = GradualJoin.__new__(GradualJoin), []
+    joining._rounds = 1
+    for in_time in ([1, 1], [1, 1], [0, 1], [1, 1], [1, 1], [1, 1], [1, 1], [0, 0]):
+        joining.agree([bytes([in_time[0]]) + b"of the source", b"", bytes([in_time[1]])])
+        assert joining._given == b"of the source"
+        paces.append(joining._rounds)
+    assert paces == [2, 4, 2, 4, 8, 8, 8, 4]

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 LARGE_BYTES = 16 << 20  # of parameters. Of fewer, a copy takes no time that is worth a question.
 OF_A_ROUND = 8  # a round moves this part of the bytes of the parameters
 LEAST_BYTES = 4 << 20
-MOST_ROUNDS = 4  # in one step
+MOST_ROUNDS = 8  # in one step
 _SMALL_NUMEL = 16  # of state that goes with each range, such as the number of steps
 
 
