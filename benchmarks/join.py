@@ -8,7 +8,7 @@ of its own, at once. The pause is the time in which a worker that was there can 
 generation changes, and as the third becomes a member. With a warm standby, a kill is followed until
 the first step of a generation of full size. Ends with 1, and says why, if a target was missed.
 2,400 MB need some 6 GB for each worker: `--members 1` has two. `--peers` lets torchft join the same
-models to two replicas, after kills.
+models to as many replicas, after kills.
 """
 
 from __future__ import annotations
@@ -185,8 +185,10 @@ def pieces(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
                 yield f"state of {mb:,} MB{who}, {how}", found
             if options.peers:
                 python = os.environ.get("TORCHFT_PYTHON", sys.executable)
-                words = f"torchft_recovery.py tuned {options.joins} width {WIDTHS[mb]}".split()
-                yield f"state of {mb:,} MB, torchft", peers.run(python, *words, timeout_s=1800.0)
+                os.environ["REPLICAS"] = str(options.members + 1)
+                words = f"torchft_recovery.py default {options.joins} width {WIDTHS[mb]}".split()
+                found = peers.run(python, *words, timeout_s=1800.0)
+                yield f"state of {mb:,} MB{who}, torchft", found
     finally:
         ray.shutdown()
 

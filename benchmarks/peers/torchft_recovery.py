@@ -32,7 +32,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-REPLICAS = 3
+REPLICAS = int(os.environ.get("REPLICAS", "3"))
 LIGHTHOUSE = {
     "tuned": {"join_timeout_ms": 100, "heartbeat_timeout_ms": 500, "quorum_tick_ms": 20},
     "default": {"join_timeout_ms": 100},
