@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import ExponentialLR, MultiStepLR, OneCycleLR, StepLR
 
 from elastic_dp.checkpoint.codec import encode
 from elastic_dp.config.field_checks import whole_number
@@ -248,6 +248,33 @@ def check_schedule_lasts(scheduler: Any, steps: int, restored: int | None = None
         f"were made for {scheduler.total_steps}: set max_steps={scheduler.total_steps} to get that "
         "run's result, or start a new run from its weights, with a new name= and "
         "elastic_dp.load_state"
+    )
+
+
+def decay_by_epochs(scheduler: Any, steps_per_epoch: int, steps: int) -> str | None:
+    """Returns a warning if a schedule that decays by a factor was written for a step in each epoch.
+    `steps`: of the run, or 0.
+
+    Such a schedule leaves less than a thousandth of the learning rate within the first epoch and
+    the first half of the run. One that was written for steps leaves that much near the run's end,
+    and one that is not monotone may come back, so only the three kinds that are both are looked at.
+    """
+    after = min(steps_per_epoch, steps // 2)
+    if type(scheduler) is StepLR:
+        decays = after // scheduler.step_size
+    elif type(scheduler) is MultiStepLR:
+        decays = sum(step <= after for step in scheduler.milestones.elements())
+    elif type(scheduler) is ExponentialLR:
+        decays = after
+    else:
+        return None
+    if scheduler.gamma**decays >= 1e-3:
+        return None
+    return (
+        f"scheduler= is a {type(scheduler).__name__} that leaves {scheduler.gamma**decays:.1g} of "
+        f"the learning rate after {after} of {steps} steps: it is stepped after each optimizer "
+        f"step. If it counts epochs, of {steps_per_epoch} steps, call scheduler.step() in the "
+        'loop\'s body where step.epoch_end is True, and pass state={"scheduler": scheduler}'
     )
 
 

@@ -72,6 +72,7 @@ from elastic_dp.train.step_builder import StepBuilder
 from elastic_dp.train.steps_arguments import (
     StepsArguments,
     check_schedule_lasts,
+    decay_by_epochs,
 )
 
 if TYPE_CHECKING:
@@ -241,6 +242,9 @@ class WorkerSession:
                 "write ElasticTrainer(epochs=…) and read step.epoch and step.epoch_end in the body"
             )
         check_schedule_lasts(given.scheduler, self.total_steps)
+        decay = decay_by_epochs(given.scheduler, self.data.steps_per_epoch, self.total_steps)
+        if decay is not None and self.is_source:
+            self.link.say(f"WARNING: {decay}")
         if handlers() != self.loop.handlers:  # in this process, if it is not a worker of Ray
             raise LoopError(NO_HANDLERS)
         build = StepBuilder(

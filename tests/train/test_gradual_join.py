@@ -82,7 +82,7 @@ def gradually(train, folder, instant=None, role=None):
         gradual_join.LARGE_BYTES, gradual_join.LEAST_BYTES, state_transfer.SHORT_S = 0, 1, 0.0
         log_sender.GATHER_S = 60.0  # what somebody has not sent when it dies, another one must have
         gradual_join.UNIT_BYTES = 512
-        gradual_join.OF_A_ROUND, gradual_join.MOST_ROUNDS = 12, 4  # of some 3 kB of parameters
+        gradual_join.OF_A_ROUND, gradual_join.MOST_ROUNDS = 12, 2  # of some 3 kB of parameters
 
         def dies(at, moving):
             if instant != at or not session.loop.opened:
