@@ -396,7 +396,7 @@ def clipped_average_norm(ctx):
     model = classifier()
     optimizer = adamw(model)
     for step in ctx.steps(model, optimizer, cross_entropy):
-        assert step.number == 1 or all(p.grad is None for p in model.parameters())
+        assert all(type(p.grad) is not torch.Tensor for p in model.parameters())
         optimizer.zero_grad()  # by habit; the norm is still there
         assert step.grad_norm > 0
         ctx.log({"norm": step.grad_norm, "loss": step.loss})

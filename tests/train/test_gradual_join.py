@@ -37,7 +37,7 @@ from tests.train.test_equals_plain_run import STRATEGIES, alone_of, with_options
 from tests.train.test_kills import WHERE_SHARDED
 
 SLOW = pytest.mark.slow
-PARTS = 6  # at least so many steps does it take
+PARTS = 5  # at least so many steps does it take
 WHOLE = ("optimizer_with_a_state_of_its_own",)  # state that cannot be moved in parts
 CLASSIC = ("plain", "batch_norm", "frozen_and_unused", "groups", "channels_last", "fused")
 # What a worker passes on its way: what the classes do in a join, and the named points of a run.
