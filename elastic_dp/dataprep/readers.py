@@ -27,6 +27,7 @@ from elastic_dp.data.columns.null_views import clear_null_views
 from elastic_dp.data.columns.schema import name_is_no_text
 from elastic_dp.data.discovery.partitions import FolderColumns
 from elastic_dp.data.formats.arrow_messages import refuse_large_batches
+from elastic_dp.data.formats.file_format import ShardAt
 from elastic_dp.data.formats.parquet import check_footer
 from elastic_dp.dataprep.source_files import SourceFiles
 from elastic_dp.dataprep.token_packing import PIECE_CHARS, Piece, pieces
@@ -53,7 +54,9 @@ def open_rows(files: SourceFiles, columns: Sequence[str] | None = None) -> Rows:
     source cannot be read as a table."""
     openers: dict[str, Callable[[], Rows]] = {
         "parquet": lambda: _tables(files, _parquet, check_footer, columns),
-        "arrow": lambda: _tables(files, _arrow, _refuse_large_batches, columns),
+        "arrow": lambda: _tables(
+            files, _arrow, lambda shard, _: refuse_large_batches(shard), columns
+        ),
         "json": lambda: _json(files),
         "jsonl": lambda: _json(files),
         "text": lambda: Rows(pa.schema([("text", pa.string())]), lambda n: _lines(files, n)),
@@ -123,27 +126,22 @@ def _arrow(raw: Any, columns: Sequence[str] | None) -> tuple[pa.Schema, Batches]
     return file.schema, (file.get_batch(i) for i in range(file.num_record_batches))
 
 
-def _refuse_large_batches(raw: Any, name: str, columns: Sequence[str] | None) -> None:
-    refuse_large_batches(raw, name)
-
-
 def _tables(
     files: SourceFiles,
     opened: Callable[[Any, Sequence[str] | None], tuple[pa.Schema, Batches]],
-    check: Callable[[Any, str, Sequence[str] | None], Any],
+    check: Callable[[ShardAt, Sequence[str] | None], Any],
     columns: Sequence[str] | None,
 ) -> Rows:
     """Files that have a schema. All are read in the types that hold every value of each.
 
-    `check(raw, name, columns)` refuses a file that must not be decoded. Every file is checked
-    before any row is read.
+    `check(shard, columns)` refuses a file that must not be decoded. Every file is checked before
+    any row is read.
     """
 
     def schema_of(name: str) -> pa.Schema:
         with files.opened(name) as raw:
             try:
-                check(raw, name, columns)
-                raw.seek(0)
+                check(files.shard(name), columns)
                 schema = opened(raw, columns)[0]
                 fields = [pa.field(f.name, plain(f.type), metadata=f.metadata) for f in schema]
             except UnicodeDecodeError as error:
@@ -313,7 +311,7 @@ def _images(files: SourceFiles) -> Rows:
 
     def batches(name: str) -> Batches:
         entry = files.entries[name]
-        content = bytes(files.store.read(entry.path, 0, entry.size, entry.version))
+        content = bytes(files.shard(name).read(0, entry.size))
         columns = [[content], [classes.index(name.split("/")[0])], [name]]
         arrays = [pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)]
         yield pa.RecordBatch.from_arrays(arrays, schema=schema)

@@ -62,14 +62,17 @@ class SourceFiles:
     def names(self) -> list[str]:
         return [*self.entries]
 
+    def shard(self, name: str) -> ShardAt:
+        entry = self.entries[name]
+        return ShardAt(self.store, entry.path, entry.size, entry.version, name)
+
     @contextmanager
     def opened(self, name: str) -> Iterator[BinaryIO]:
         """A seekable file, as it is stored. Errors of decoders name it. Raises DataError if it has
         changed since it was listed."""
         entry = self.entries[name]
         with named(name):
-            shard = ShardAt(self.store, entry.path, entry.size, entry.version, name)
-            yield ShardFile.buffered(shard, _READ_BYTES)
+            yield ShardFile.buffered(self.shard(name), _READ_BYTES)
         found = self.store.look_up(entry.path)
         if found is None or found.version != entry.version:
             raise DataError(f"{name} changed while it was read; convert a source at rest")

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-ODD_KEYS = "keys with an empty, '.' or '..' part, which cannot be read"
-# obstore's stores by scheme: its name for each, and the extra of this package that installs it.
+# obstore's stores by scheme: its name for each, and the extra of this package that installs it
 SCHEMES = {
     **{"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"},
     **{"az": "az", "abfs": "az", "abfss": "az", "http": "http", "https": "http"},
+    "memory": "memory",
 }
 SLOWEST_BYTES_PER_S = 1 << 20  # a slower request is given up, however steadily it moves
 
@@ -49,9 +49,8 @@ class FolderListing(NamedTuple):
 
 class Backend(Protocol):
     path: str  # of the URL itself
+    # Whether it can be listed, and write(create_only=True) refuses an object that exists
     lists: bool = True
-    # Whether write(create_only=True) is known to refuse an object that exists.
-    creates_only: bool = True
 
     def look(self, folder: str, deep: bool) -> FolderListing:
         """What is directly in a folder ("" is the root), or all files below it, in one listing.

@@ -1,4 +1,4 @@
-"""s3, gs, az and http(s) through obstore. The options are obstore's.
+"""s3, gs, az, http(s) and memory through obstore. The options are obstore's.
 
 obstore's own retries are off: `Store` counts them.
 """
@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -60,6 +61,7 @@ _REPLACED = {
         **{"anon": "skip_signature", "key": "account_key", "account_url": "endpoint"},
     },
     "http": {"headers": "default_headers", "client_kwargs": "default_headers or proxy_url"},
+    "memory": {},
 }
 
 
@@ -71,7 +73,7 @@ class ObstoreBackend(Backend):
         import obstore
 
         self._obstore, self._make, self._stall_s = obstore, make, stall_s
-        self.path, self.lists, self.creates_only = path, lists, lists
+        self.path, self.lists = path, lists
         self._clients: dict[tuple[int, bool], Any] = {}
         self._client(0)  # so that a bad option is an error now
 
@@ -170,10 +172,14 @@ def open_obstore(
     for name in config:
         if name in _REPLACED[kind]:
             _refuse(name, scheme, _REPLACED[kind][name])
-    if kind == "http":
+    if kind in ("http", "memory"):
         for name in config:
-            _refuse(name, scheme, " or ".join(sorted(_CLIENT_OPTIONS)))
+            _refuse(name, scheme, " or ".join(sorted(_CLIENT_OPTIONS)) if kind == "http" else "")
+    if kind == "http":
         return _open_http(scheme, url, client, stall_s)
+    if kind == "memory":
+        path = url.split("://", 1)[1].strip("/")
+        return ObstoreBackend(lambda **_: memory_store(), path, lists=True, stall_s=stall_s)
     host, _, path = url.split("://", 1)[1].partition("/")
     more: dict[str, Any] = {}
     if kind == "s3":
@@ -194,6 +200,14 @@ def open_obstore(
         said = re.search(r"key: '([^']*)'", str(error))
     _refuse(said[1] if said else "an option", scheme, "a name that obstore has for this store")
     raise AssertionError
+
+
+@cache
+def memory_store() -> Any:
+    """The one store of memory:// in this process."""
+    from obstore.store import MemoryStore
+
+    return MemoryStore()
 
 
 def _refuse(name: str, scheme: str, instead: str) -> None:

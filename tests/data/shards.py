@@ -5,6 +5,7 @@ import tarfile
 from pathlib import Path
 
 import numpy as np
+import obstore
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from elastic_dp.data import open_data
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.errors import DataError
+from elastic_dp.storage.obstore_backend import memory_store
 from tests.data import values
 from tests.data.test_index import config, opened
 
@@ -116,11 +118,8 @@ BINARY = {
 
 def in_memory(folder):
     """A copy in a store whose objects are no files of this machine."""
-    import fsspec
-
-    memory = fsspec.filesystem("memory")
     for shard in folder.iterdir():
-        memory.pipe(f"/{folder.name}/{shard.name}", shard.read_bytes())
+        obstore.put(memory_store(), f"{folder.name}/{shard.name}", shard.read_bytes())
     return f"memory://{folder.name}"
 
 

@@ -8,8 +8,8 @@ import sys
 import threading
 from pathlib import Path
 
-import fsspec
 import numpy as np
+import obstore
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -25,6 +25,7 @@ from elastic_dp.data.formats.file_format import Scan
 from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.errors import DataError
 from elastic_dp.storage import Entry, Store
+from elastic_dp.storage.obstore_backend import memory_store
 from tests.data.row_groups import resident_bytes
 from tests.patience import PATIENCE_S
 
@@ -243,9 +244,14 @@ def test_only_shards_directly_in_a_folder(folder):
 
 def marked(folder):
     """Mark a folder as a conversion to an object store does that is still running."""
-    system = fsspec.filesystem("memory")
     for name in ("a.parquet", "b.parquet", "_incomplete"):
-        system.pipe_file(f"{folder}/{name}", b"whatever")
+        obstore.put(memory_store(), f"{folder}/{name}", b"whatever")
+
+
+def nine_rows(path):
+    sink = pa.BufferOutputStream()
+    pq.write_table(table(0, 9), sink)
+    obstore.put(memory_store(), path, sink.getvalue().to_pybytes())
 
 
 @pytest.mark.parametrize(
@@ -263,18 +269,18 @@ def marked(folder):
     ids=str,
 )
 def test_a_conversion_that_has_not_finished_is_no_data_set(url):
-    marked("/half/set")
-    pq.write_table(table(0, 9), "other/a.parquet", filesystem=fsspec.filesystem("memory"))
+    marked("half/set")
+    nine_rows("other/a.parquet")
     with pytest.raises(DataError, match=r"memory://half/.* is not complete.*remove the folder"):
         read_index(config(url))
 
 
 def test_a_conversion_elsewhere_is_nobodys_concern():
-    marked("/whole/half")
-    pq.write_table(table(0, 9), "whole/a.parquet", filesystem=fsspec.filesystem("memory"))
+    marked("whole/half")
+    nine_rows("whole/a.parquet")
     for url in ("memory://whole", "memory://whole/*", "memory://w*/*.parquet"):
         assert read_index(config(url)).num_rows == 9
-    fsspec.filesystem("memory").rm("/whole/half/a.parquet")
+    obstore.delete(memory_store(), "whole/half/a.parquet")
     with pytest.raises(DataError, match="is not complete"):  # before the first shard, too
         read_index(config("memory://whole/half"))
 

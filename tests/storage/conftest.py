@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import obstore
 import pytest
 
 from elastic_dp.storage import Store
+from elastic_dp.storage.obstore_backend import memory_store
 from tests.patience import PATIENCE_S
 from tests.storage.servers import AZURE_KEY, azure_options, gcs_options, http_server, s3_options
 
@@ -129,12 +131,12 @@ def place(request, tmp_path):
     if kind == "file":
         yield Place(f"file://{tmp_path}/", {}, "LocalBackend", _plant_file(tmp_path))
     elif kind == "memory":
-        import fsspec
-
-        root = f"/contract-{next(_numbers)}/"
-        system = fsspec.filesystem("memory")
+        root = f"contract-{next(_numbers)}/"
         yield Place(
-            f"memory:/{root}", {}, "FsspecBackend", lambda n, c: system.pipe_file(root + n, c)
+            f"memory://{root}",
+            {},
+            "ObstoreBackend",
+            lambda name, content: obstore.put(memory_store(), root + name, content),
         )
     elif kind == "s3":
         endpoint, bucket = request.getfixturevalue("bucket")

@@ -8,12 +8,11 @@ import uuid
 from collections import deque
 from types import SimpleNamespace
 
-import fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic_dp.coordinator.messages import Explain, Signature, WorkerReady
 from elastic_dp.storage import Store
+from elastic_dp.storage.obstore_backend import ObstoreBackend
 from elastic_dp.telemetry import journal as module
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.telemetry.journal_reader import JournalTail, read_events, read_journal
@@ -28,16 +27,17 @@ def said(lines):
 
 
 def wait_for_file(url, file, count):
-    """Wait for so many lines. Return the file system and the newest object with lines."""
-    fs, path = fsspec.url_to_fs(url)
+    """Wait for so many lines. Return the store and the newest object with lines."""
+    store = Store(url)
 
     def written():
-        found = [f"{path}/{file}.jsonl", *sorted(fs.glob(f"{path}/journal/{file}-*.jsonl"))]
-        found = [path for path in found if fs.exists(path)]
-        lines = sum(len(fs.cat_file(path).splitlines()) for path in found)
+        root = store.path.rstrip("/")
+        segments = [e.path for e in store.find(f"{root}/journal/") if f"/{file}-" in e.path]
+        found = [p for p in (f"{root}/{file}.jsonl", *segments) if store.look_up(p)]
+        lines = sum(len(bytes(store.read_all(path)).splitlines()) for path in found)
         return found if lines >= count else None
 
-    return fs, eventually(written)[-1]
+    return store, eventually(written)[-1]
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -76,8 +76,8 @@ def test_follower_of_a_journal_reads_each_line_once(url):
     position, lines = first.since(None, 1.0)
     assert said(lines) == ["written", "said, and lost with the process", 1, 2, 3]
     for file, count in (("events", 3), ("metrics", 3)):
-        fs, path = wait_for_file(url, file, count)
-        fs.pipe_file(path, fs.cat_file(path)[:-5])  # the last line was not finished
+        store, path = wait_for_file(url, file, count)
+        store.write(path, bytes(store.read_all(path))[:-5])  # the last line was not finished
 
     second = Journal(url, since=began)
     assert said(second.since(None, 1.0)[1]) == ["written", 1, 2]
@@ -134,19 +134,16 @@ class Away:
 
     def __init__(self, monkeypatch, times, says="503"):
         self.left, self.says = times, says
-        for name in ("makedirs", "cat_file", "pipe_file"):
-            monkeypatch.setattr(
-                MemoryFileSystem, name, self.failing(getattr(MemoryFileSystem, name))
-            )
-        monkeypatch.setattr(MemoryFileSystem, "exists", lambda *_, **__: False)
+        for name in ("read", "write"):
+            monkeypatch.setattr(ObstoreBackend, name, self.failing(getattr(ObstoreBackend, name)))
         monkeypatch.setattr(module, "_AGAIN_S", 0.01)
 
     def failing(self, method):
-        def operation(fs, *args, **more):
+        def operation(backend, *args):
             self.left -= 1
             if self.left >= 0:
                 raise OSError(self.says)
-            return method(fs, *args, **more)
+            return method(backend, *args)
 
         return operation
 
@@ -247,8 +244,8 @@ def test_numbers_that_json_does_not_have_are_written_as_json_and_read_back(url):
     journal = Journal(url)
     journal.metrics(1, {"loss": math.nan, "most": math.inf, "inner": [-math.inf]})
     journal.close()
-    fs, path = wait_for_file(url, "metrics", 1)
-    line = json.loads(fs.cat_file(path), parse_constant=pytest.fail)
+    store, path = wait_for_file(url, "metrics", 1)
+    line = json.loads(bytes(store.read_all(path)), parse_constant=pytest.fail)
     assert (line["loss"], line["most"], line["inner"]) == ("NaN", "Infinity", ["-Infinity"])
     (line,) = read_events(url)
     assert math.isnan(line["loss"]) and line["most"] == math.inf
@@ -259,8 +256,8 @@ def test_lines_that_are_none_of_ours_are_left_out(url, content):
     journal = Journal(url)
     journal.metrics(1, {})
     journal.close()
-    fs, path = wait_for_file(url, "metrics", 1)
-    fs.pipe_file(path, content + fs.cat_file(path))
+    store, path = wait_for_file(url, "metrics", 1)
+    store.write(path, content + bytes(store.read_all(path)))
     again = Journal(url, since=0.0)
     again.close()
     assert [line["step"] for line in again.recorded()][-1:] == ([] if b"[[" in content else [1])

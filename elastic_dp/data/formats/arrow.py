@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -56,8 +56,6 @@ from elastic_dp.storage import ObjectRewritten
 
 FILES_MAPPED = 256
 HEAD_BYTES_KEPT = 16 << 20
-_HEADS_KNOWN = 64  # most shards have the same one
-_KNOWN_BYTES = 1 << 16  # of a head that stays decoded; dictionaries may take much more
 _TEXT_FACTOR = 4  # assumed compression ratio of text
 _DICTIONARY_FACTOR = 4  # assumed number of times that a value of a dictionary occurs
 
@@ -68,11 +66,10 @@ class Arrow:
     growth = 1.0
 
     def __init__(self) -> None:
-        self._heads: dict[ShardKey, bytes] = {}  # what precedes the record batches
+        self._heads: dict[ShardKey, _Head] = {}
         self._head_bytes = 0
-        self._head_of = lru_cache(_HEADS_KNOWN)(_Head.of)
         self._lock = threading.Lock()
-        self._mapped: OrderedDict[ShardKey, _MappedFile] = OrderedDict()  # oldest use first
+        self._mapped = lru_cache(FILES_MAPPED)(_mapped)
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         first = bytes(shard.read(0, min(12, shard.size)))
@@ -98,7 +95,7 @@ class Arrow:
         schema = pa.ipc.open_stream(stream_of_head(head)).schema
         for message in messages:
             if message.kind == DICTIONARY:  # `read` decodes all of them with each record batch
-                refuse_large(shard.name, message, shard)
+                refuse_large(shard, message)
         if is_file and not tail:
             of_footer = pa.ipc.open_stream(stream_of_head(message_of_footer(footer))).schema
             if not schema.equals(of_footer):
@@ -108,10 +105,7 @@ class Arrow:
         rows = np.array([message.rows for message in batches], dtype=np.int64)
         starts = np.array([message.start for message in batches], dtype=np.int64)
         ends = np.array([message.end for message in batches], dtype=np.int64)
-        widened_bytes = [nbytes for field in schema for nbytes in _widened_bytes(field.type)]
-        nbytes = np.array(
-            [_decoded_bytes(schema, widened_bytes, m) for m in batches], dtype=np.int64
-        )
+        nbytes = np.array([_decoded_bytes(schema, m) for m in batches], dtype=np.int64)
         if _has_views(schema, columns):
             nbytes *= 2  # they are copied
         check = zlib.crc32(np.stack([rows, starts, ends]).data, zlib.crc32(head))
@@ -133,59 +127,45 @@ class Arrow:
     def read(
         self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]
     ) -> pa.Table:
-        content = self._head(shard)
-        head = self._head_of(content) if len(content) <= _KNOWN_BYTES else _Head.of(content)
-        path = shard.local
+        head, path = self._head(shard), shard.local
         if path is None:
             content = shard.read(location.start, location.end)
             return _decode(head, content, schema.names, is_mapped=False)
-        mapped = self._map(shard, path)
-        content = mapped.content.slice(location.start, location.end - location.start)
+        stamp = stamp_of(path)
+        whole = self._mapped(shard, path, stamp)
+        content = whole.slice(location.start, location.end - location.start)
         table = _decode(head, content, schema.names, is_mapped=True)
-        if stamp_of(path) != mapped.stamp:
+        if stamp_of(path) != stamp:
             raise ObjectRewritten(shard.name)
         return table
 
     def close(self) -> None:
         with self._lock:
             self._heads.clear()
-            self._mapped.clear()
+            self._mapped.cache_clear()
 
-    def _head(self, shard: ShardAt) -> bytes:
+    def _head(self, shard: ShardAt) -> _Head:
         """Threads that miss one head at the same time may each read it."""
         with self._lock:
             if (found := self._heads.get(shard.key)) is not None:
                 return found
-        head = head_of_footer(shard) if shard.tail else bytes(shard.read(0, shard.head))
+        content = head_of_footer(shard) if shard.tail else bytes(shard.read(0, shard.head))
+        head = _Head.of(content)
         with self._lock:
-            if self._head_bytes + len(head) > HEAD_BYTES_KEPT:
+            if self._head_bytes + len(content) > HEAD_BYTES_KEPT:
                 self._heads.clear()
                 self._head_bytes = 0
             self._heads[shard.key] = head
-            self._head_bytes += len(head)
+            self._head_bytes += len(content)
         return head
 
-    def _map(self, shard: ShardAt, path: str) -> _MappedFile:
-        with self._lock:
-            mapped = self._mapped.get(shard.key)
-        if mapped is None or mapped.stamp != stamp_of(path):
-            mapped = _MappedFile(path)
-            shard.read(0, 1)  # raises if the file has another version than in the index
-        with self._lock:
-            self._mapped[shard.key] = mapped
-            self._mapped.move_to_end(shard.key)
-            if len(self._mapped) > FILES_MAPPED:
-                self._mapped.popitem(last=False)
-        return mapped
 
-
-class _MappedFile:
-    """A file, mapped. It keeps no descriptor: there may be thousands of mappings."""
-
-    def __init__(self, path: str) -> None:
-        self.stamp = stamp_of(path)
-        with pa.memory_map(path) as file:
-            self.content: pa.Buffer = file.read_buffer()
+def _mapped(shard: ShardAt, path: str, stamp: tuple[int, ...]) -> pa.Buffer:
+    """The content of a file, mapped. It keeps no descriptor: there may be thousands of mappings."""
+    with pa.memory_map(path) as file:
+        content = file.read_buffer()
+    shard.read(0, 1)  # raises if the file has another version than in the index
+    return content
 
 
 @dataclass(frozen=True)
@@ -249,17 +229,16 @@ def _has_views(schema: pa.Schema, columns: Sequence[str] | None) -> bool:
     return any(pa.types.is_string_view(k) or pa.types.is_binary_view(k) for k in kinds)
 
 
-def _decoded_bytes(schema: pa.Schema, widened_bytes: list[int], message: Message) -> int:
+def _decoded_bytes(schema: pa.Schema, message: Message) -> int:
     """An estimate for all columns: compressed content is in memory twice while it is decoded, and
     dictionaries are replaced by their values."""
-    size = message.end - message.start
-    if any(widened_bytes):
-        size += sum(each * n for each, (n, _) in zip(widened_bytes, message.nodes, strict=False))
+    kinds = [kind for field in schema for kind in node_types(field.type)]
+    nodes = [(kind, n) for kind, (n, _) in zip(kinds, message.nodes, strict=False)]
+    # Dates of 32 bits become int64.
+    size = message.end - message.start + sum(8 * n for kind, n in nodes if is_short_time(kind))
     if message.is_compressed:
-        kinds = [kind for field in schema for kind in node_types(field.type)]
-        nodes = zip(kinds, message.nodes, strict=False)
-        size += sum(_node_bytes(kind, n) for kind, (n, _) in nodes)
-        size += _TEXT_FACTOR * size * any(is_text(kind) for kind in kinds)
+        size += sum(_node_bytes(kind, n) for kind, n in nodes)
+        size += _TEXT_FACTOR * size * any(map(is_text, kinds))
     return size * (_DICTIONARY_FACTOR if _has_dictionaries(schema) else 1)
 
 
@@ -289,15 +268,6 @@ def _leaf_nodes(
         else:
             yield prefix + field.name, [*above, *range(first, first + count)]
         first += count
-
-
-def _widened_bytes(kind: pa.DataType) -> list[int]:
-    """For each node, the bytes per value that decoding adds: dates of 32 bits become int64.
-
-    The offsets of lists in lists are left out. The order of a run's rows depends on these sizes, so
-    that they must stay as they are for runs to be continued.
-    """
-    return [8 * is_short_time(node) for node in node_types(kind)]
 
 
 def _node_bytes(kind: pa.DataType, length: int) -> int:

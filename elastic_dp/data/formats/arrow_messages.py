@@ -9,15 +9,14 @@ declare are added up before it is decoded; more than `DECOMPRESSED_BYTES` is ref
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from struct import pack, unpack_from
-from typing import Any, Protocol
 
 import pyarrow as pa
 
+from elastic_dp.data.formats.file_format import ShardAt
 from elastic_dp.errors import DataError
 
 # Limit of a compressed record batch or dictionary, decompressed. Compressed text has the same one.
@@ -114,28 +113,7 @@ class _Table:
         return self.at + offset if offset else None
 
 
-class Content(Protocol):
-    """What messages are read from: a shard, or an open file."""
-
-    @property
-    def size(self) -> int: ...
-
-    def read(self, start: int, end: int) -> Any: ...
-
-
-class _OpenFile:
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.size = int(file.seek(0, os.SEEK_END))
-
-    def read(self, start: int, end: int) -> bytes:
-        self._file.seek(start)
-        return bytes(self._file.read(end - start))
-
-
-def listed_messages(
-    shard: Content, content: bytes, threads: int = _PROBES_IN_FLIGHT
-) -> list[Message]:
+def listed_messages(shard: ShardAt, content: bytes) -> list[Message]:
     """The dictionaries and record batches of a file. `content`: its footer."""
     footer = _Table.root(content, 0)
     places = [(DICTIONARY, *block) for block in footer.blocks(2)]
@@ -147,13 +125,11 @@ def listed_messages(
             kind, start, start + metadata + body, bytes(shard.read(start, start + metadata))
         )
 
-    if threads == 1:
-        return list(map(message, places))
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(_PROBES_IN_FLIGHT) as pool:
         return list(pool.map(message, places))
 
 
-def read_footer(shard: Content) -> bytes:
+def read_footer(shard: ShardAt) -> bytes:
     """The footer of a file, which is a flatbuffer."""
     end = bytes(shard.read(max(0, shard.size - 10), shard.size))
     if end[4:] != MAGIC:
@@ -164,7 +140,7 @@ def read_footer(shard: Content) -> bytes:
     return bytes(shard.read(shard.size - 10 - length, shard.size - 10))
 
 
-def head_of_footer(shard: Content, content: bytes = b"") -> bytes:
+def head_of_footer(shard: ShardAt, content: bytes = b"") -> bytes:
     """The messages with which a stream of the same content would begin: schema and dictionaries."""
     content = content or read_footer(shard)
     places = [(at, at + meta + body) for at, meta, body in _Table.root(content, 0).blocks(2)]
@@ -184,7 +160,7 @@ def message_of_footer(content: bytes) -> bytes:
     return b"".join([CONTINUES, pack("<I", len(message)), message])
 
 
-def walked_messages(shard: Content) -> Iterator[Message]:
+def walked_messages(shard: ShardAt) -> Iterator[Message]:
     """The messages of a stream, in order."""
     at = 0
     while at + 8 <= shard.size:
@@ -214,30 +190,26 @@ def stream_of_head(head: bytes) -> pa.Buffer:
     return pa.py_buffer(messages_of_head(head) + END)
 
 
-def refuse_large_batches(file: Any, name: str) -> None:
+def refuse_large_batches(shard: ShardAt) -> None:
     """Raises DataError where a record batch or a dictionary decompresses to more than
     `DECOMPRESSED_BYTES`, since decoding it takes that much memory at once.
 
-    `file`: open and seekable; left at its start. Only metadata and the lengths that precede
-    compressed buffers are read.
+    Only metadata and the lengths that precede compressed buffers are read.
     """
-    opened = _OpenFile(file)
-    first = opened.read(0, min(8, opened.size))
+    first = bytes(shard.read(0, min(8, shard.size)))
     if first[:6] == MAGIC:
-        messages: Iterable[Message] = listed_messages(opened, read_footer(opened), threads=1)
+        messages: Iterable[Message] = listed_messages(shard, read_footer(shard))
     else:  # messages of Arrow before 0.15 begin otherwise, and are never compressed
-        messages = walked_messages(opened) if first[:4] == CONTINUES else ()
+        messages = walked_messages(shard) if first[:4] == CONTINUES else ()
     for message in messages:
         if message.kind != SCHEMA and message.metadata[:4] == CONTINUES:
-            refuse_large(name, message, opened)
-    file.seek(0)
+            refuse_large(shard, message)
 
 
-def refuse_large(name: str, message: Message, content: Content) -> None:
-    """`content`: what the message lies in."""
+def refuse_large(shard: ShardAt, message: Message) -> None:
     body = message.start + len(message.metadata)
-    if why := too_large(message, lambda at: content.read(body + at, body + at + 8)):
-        raise DataError(f"{name} has {why}")
+    if why := too_large(message, lambda at: bytes(shard.read(body + at, body + at + 8))):
+        raise DataError(f"{shard.name} has {why}")
 
 
 def too_large(message: Message, read: Callable[[int], bytes]) -> str:

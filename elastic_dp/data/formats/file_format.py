@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.int64]
 ShardKey = tuple[int, str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ShardAt:
     """A shard in a store.
 

@@ -9,7 +9,6 @@ truncating a mapped file ends the process.
 
 from __future__ import annotations
 
-import os
 import pickle
 import threading
 import zlib
@@ -24,8 +23,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from elastic_dp.data.columns.column_types import node_types, plain_schema, storage_of
-from elastic_dp.data.columns.schema import is_text, leaves, may_be_null
+from elastic_dp.data.columns.column_types import node_types
+from elastic_dp.data.columns.schema import is_text
 from elastic_dp.data.formats.decode_errors import long_nested_text
 from elastic_dp.data.formats.file_format import (
     Ints,
@@ -72,7 +71,6 @@ class Parquet:
         self._lock = threading.Lock()
         self._footers: OrderedDict[ShardKey, _Footer] = OrderedDict()  # least recently used first
         self._footer_bytes = 0
-        self._gates: dict[ShardKey, threading.Lock] = {}  # held while a thread reads the footer
         self._decoded = lru_cache(_SCHEMAS_KEPT)(_ScannedFooter.of)
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
@@ -96,19 +94,19 @@ class Parquet:
                 for group in np.flatnonzero(decompressed >= _NESTED_BYTES)[:1].tolist():
                     where = long_nested_text(f"column {leaf.path!r}", group, shard.name)
                     raise DataError(where)
-        nulls = np.maximum(of["nulls"], 0).sum(0).tolist()
-        at = {leaf.number: n for n, leaf in enumerate(footer.leaves)}
-        counted = ((name, nulls[at[n]]) for name, n in footer.countable(columns))
+        # In lists, statistics count empty ones as nulls.
+        counts = zip(footer.leaves, np.maximum(of["nulls"], 0).sum(0).tolist(), strict=True)
+        nulls = {leaf.path: count for leaf, count in counts if count and not leaf.is_repeated}
         return Scan(
             schema=footer.schema,
             rows=groups,
-            starts=of["start"].min(1, initial=_MOST) * bool(at),
+            starts=of["start"].min(1, initial=_MOST) * bool(footer.leaves),
             ends=of["end"].max(1, initial=0),
             nbytes=decoded_bytes(footer.leaves, groups, of),
             stored=of["decompressed"].sum(1),
             check=zlib.crc32(tail),
             tail=len(tail),
-            nulls={name: count for name, count in counted if count},
+            nulls=nulls,
             # The index may keep the footer only if each read asks for the same version of the
             # shard.
             footer=tail if shard.local is None and shard.version else b"",
@@ -164,18 +162,17 @@ class Parquet:
         """The cached footer, or else the shard's own. One thread reads it, and others that want it
         wait."""
         with self._lock:
-            if (kept := self._footers.get(shard.key)) and kept.stamp == stamp:
-                return kept
-            gate = self._gates.setdefault(shard.key, threading.Lock())
-        with gate:
-            with self._lock:
-                if (kept := self._footers.get(shard.key)) and kept.stamp == stamp:
-                    return kept
-            try:
-                return self._read_footer(shard, location, held, stamp)
-            finally:
-                with self._lock:
-                    self._gates.pop(shard.key, None)
+            kept = self._footers.get(shard.key)
+            if kept is None or kept.stamp != stamp:
+                self._forget(shard.key)
+                kept = self._footers[shard.key] = _Footer(shard.tail, stamp)
+                self._footer_bytes += shard.tail
+                while self._footer_bytes > FOOTER_BYTES_KEPT and len(self._footers) > 1:
+                    self._forget(next(iter(self._footers)))
+        with kept.reading:
+            if kept.metadata is None:
+                kept.metadata = self._read_footer(shard, location, held, stamp)
+        return kept
 
     def _read_footer(
         self,
@@ -183,9 +180,9 @@ class Parquet:
         location: RowGroupLocation,
         held: _FetchedRanges,
         stamp: tuple[int, ...] | None,
-    ) -> _Footer:
+    ) -> pq.FileMetaData:
         if shard.footer is not None:
-            return self._keep(shard.key, _Footer(_parse(shard.footer), shard.tail, stamp))
+            return _parse(shard.footer)
         start = shard.size - shard.tail
         is_near = (
             start - location.end <= GAP_BYTES and location.end - location.start <= TOGETHER_BYTES
@@ -193,16 +190,7 @@ class Parquet:
         held.fetch([(location.start if is_near and stamp is None else start, shard.size)])
         tail = held.slice(start, shard.size)
         _refuse_other(shard, tail)
-        return self._keep(shard.key, _Footer(_parse(tail), shard.tail, stamp))
-
-    def _keep(self, key: ShardKey, footer: _Footer) -> _Footer:
-        with self._lock:
-            self._forget(key)
-            self._footers[key] = footer
-            self._footer_bytes += footer.nbytes
-            while self._footer_bytes > FOOTER_BYTES_KEPT and len(self._footers) > 1:
-                self._forget(next(iter(self._footers)))
-        return footer
+        return _parse(tail)
 
     def _idle(self, kept: _Footer) -> _OpenShard | None:
         with self._lock:
@@ -226,9 +214,10 @@ class Parquet:
 
 @dataclass(eq=False)
 class _Footer:
-    metadata: pq.FileMetaData
     nbytes: int
     stamp: tuple[int, ...] | None  # of the file, before the footer was read
+    metadata: Any = None  # a pq.FileMetaData
+    reading: threading.Lock = field(default_factory=threading.Lock)  # while a thread reads it
     idle: list[_OpenShard] = field(default_factory=list)
 
 
@@ -334,13 +323,9 @@ def _paths(footer: pq.FileMetaData) -> list[str]:
     return [footer.schema.column(number).path for number in range(footer.num_columns)]
 
 
-def check_footer(raw: Any, name: str, columns: Sequence[str] | None) -> None:
-    """Raises DataError or OSError if the metadata of `columns` of an open file cannot be read."""
-    raw.seek(-8, os.SEEK_END)
-    end = raw.read(8)
-    refuse_encrypted(name, end)
-    raw.seek(-8 - int.from_bytes(end[:4], "little"), os.SEEK_END)
-    FOOTERS.read(name, raw.read(), columns)
+def check_footer(shard: ShardAt, columns: Sequence[str] | None) -> None:
+    """Raises DataError or OSError if the metadata of `columns` cannot be read."""
+    FOOTERS.read(shard.name, bytes(_read_tail(shard)), columns)
 
 
 def _refuse_other(shard: ShardAt, tail: memoryview | bytes) -> None:
@@ -365,9 +350,8 @@ def _has_text(kind: pa.DataType) -> bool:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A leaf column that is read. `number`: among all. `length`: bytes of a value, if fixed."""
+    """A leaf column that is read. `length`: bytes of a value, if fixed."""
 
-    number: int
     path: str
     physical: str
     length: int
@@ -377,44 +361,17 @@ class _Leaf:
 
 @dataclass(frozen=True)
 class _ScannedFooter:
-    """What footers of a data set mostly have in common. `count`: of all leaf columns."""
+    """What footers of a data set mostly have in common."""
 
     schema: pa.Schema
     leaves: list[_Leaf]
-    count: int
     writer: str
 
     @classmethod
     def of(cls, head: bytes) -> _ScannedFooter:
-        schema, leaves, count, writer = pickle.loads(head)
+        schema, leaves, writer = pickle.loads(head)
         schema = pa.ipc.read_schema(pa.py_buffer(schema))
-        return cls(schema, [_Leaf(*leaf) for leaf in leaves], count, writer or "")
-
-    def countable(self, columns: Sequence[str] | None) -> list[tuple[str, int]]:
-        """(leaf, number of its column chunk) of the leaves of `columns` whose nulls are refused,
-        and are counted by statistics. Not lists of variable length: statistics count empty ones as
-        nulls."""
-        fields = plain_schema(self.schema)
-        wanted, found, number = {leaf.name for leaf in leaves(fields, columns)}, [], 0
-        for leaf in leaves(fields):
-            if leaf.name in wanted and not (may_be_null(leaf.type) or _may_be_empty(leaf.type)):
-                found.append((leaf.name, number))
-            number += num_chunks(leaf.type)
-        return found if number == self.count else []
-
-
-def num_chunks(kind: pa.DataType) -> int:
-    """The number of Parquet columns that store a column of this Arrow type."""
-    each = map(storage_of, node_types(kind))
-    return sum(pa.types.is_dictionary(one) or one.num_fields == 0 for one in each)
-
-
-def _may_be_empty(kind: pa.DataType) -> bool:
-    """Whether the type has lists that may be empty, which statistics count as nulls."""
-    kind = storage_of(kind)
-    if pa.types.is_fixed_size_list(kind):
-        return kind.list_size == 0 or _may_be_empty(kind.value_type)
-    return kind.num_fields > 0
+        return cls(schema, [_Leaf(*leaf) for leaf in leaves], writer or "")
 
 
 def decoded_bytes(leaves: Sequence[_Leaf], rows: Ints, of: dict[str, Ints]) -> Ints:

@@ -160,8 +160,8 @@ def _facts(pa: Any, tail: bytes, columns: Sequence[str] | None, tells: bool) -> 
     every = [footer.schema.column(number) for number in range(footer.num_columns)]
     wanted = [(n, every[n]) for n in chunk_numbers([leaf.path for leaf in every], columns)]
     leaves = [
-        (n, x.path, x.physical_type, x.length, x.max_repetition_level > 0, x.logical_type.type)
-        for n, x in wanted
+        (x.path, x.physical_type, x.length, x.max_repetition_level > 0, x.logical_type.type)
+        for _, x in wanted
     ]
     schema = footer.schema.to_arrow_schema().serialize().to_pybytes()
     rows, chunks = array("q"), array("q")
@@ -178,7 +178,7 @@ def _facts(pa: Any, tail: bytes, columns: Sequence[str] | None, tells: bool) -> 
             if tells:
                 print(f"column {leaf.path!r} of row group {number}", file=sys.stderr, flush=True)
             chunks.extend(_chunk(group.column(n), leaf, group.num_rows, number))
-    return pickle.dumps((schema, leaves, len(every), footer.created_by)), rows, chunks
+    return pickle.dumps((schema, leaves, footer.created_by)), rows, chunks
 
 
 def _chunk(chunk: Any, leaf: Any, rows: int, number: int) -> tuple[int, ...]:
