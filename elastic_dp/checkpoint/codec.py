@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from elastic_dp.checkpoint.layout import dtype_name, flat_bytes
+from elastic_dp.checkpoint.layout import TensorSpec, dtype_name, flat_bytes
 from elastic_dp.errors import CheckpointError, StateError
 
 _LONG_BYTES = 1 << 10  # longer bytes and arrays are stored as tensors
@@ -144,10 +144,10 @@ def from_bytes(content: bytes, *, plain: bool = False) -> Any:
         tree, kinds = json.loads(content[_LENGTH_BYTES:at])
         tensors = []
         for word, shape, device in kinds:
-            dtype = _dtype(word)
-            end = at + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            spec = TensorSpec.from_json(["", word, shape, None, device])
+            end = at + spec.nbytes
             raw = torch.frombuffer(bytearray(content[at:end] or b"\0"), dtype=torch.uint8)
-            tensor = raw[: end - at].clone().view(dtype).view(shape)
+            tensor = spec.view(raw[: end - at].clone())
             tensors.append(tensor if plain else tensor.to(device))
             at = end
     except _MALFORMED as error:

@@ -123,9 +123,10 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """Returns the manifest as JSON values."""
         numbers = {name: number for number, name in enumerate(self.specs)}
+        trees = self.common, *self.entries
         return {
             "step": self.step,
-            "trees": [None if one is None else one.to_json() for one in self._trees()],
+            "trees": [None if one is None else one.to_json() for one in trees],
             "blobs": [
                 [[numbers[u.tensor], u.start, u.end, u.digest] for u in blob.units]
                 for blob in self.blobs
@@ -156,9 +157,6 @@ class Manifest:
             raise ValueError(lacks)
         return made
 
-    def _trees(self) -> list[StateTree | None]:
-        return [self.common, *self.entries]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CommitMetadata:
@@ -166,7 +164,7 @@ class CommitMetadata:
 
     `job` and `data` are fingerprints. `versions` maps names such as "torch" to versions. `metrics`
     holds the values by which the best checkpoint is chosen. `saved_at` is the wall clock in
-    seconds. `naming`: see state_dict_names.py.
+    seconds. `naming`: see `naming_of`.
     """
 
     job: str = ""
@@ -278,15 +276,15 @@ def _read_format(stored: dict[str, Any], step: int) -> dict[str, Any]:
     if number == FORMAT:
         body: dict[str, Any] = stored["body"]
         return body
-    if number > FORMAT:
-        raise CheckpointError(
-            f"the checkpoint of step {step} has format {number}: it was written by a newer version "
-            f"of elastic_dp, and this one reads format {FORMAT}. Upgrade elastic_dp to the "
-            "version that wrote it, or a later one"
-        )
+    advice = (
+        "Upgrade elastic_dp to the version that wrote it, or a later one"
+        if number > FORMAT
+        else "Export it with the version that wrote it (elastic-dp checkpoints export RUN "
+        "weights.safetensors), start a new run under another name=, and load the file into the "
+        "model before ctx.steps"
+    )
     raise CheckpointError(
-        f"the checkpoint of step {step} has format {number}: it was written by an earlier version "
-        f"of elastic_dp, and this one reads format {FORMAT}. Export it with the version that wrote "
-        "it (elastic-dp checkpoints export RUN weights.safetensors), start a new run under another "
-        "name=, and load the file into the model before ctx.steps"
+        f"the checkpoint of step {step} has format {number}: it was written by "
+        f"{'a newer' if number > FORMAT else 'an earlier'} version of elastic_dp, and this one "
+        f"reads format {FORMAT}. {advice}"
     )

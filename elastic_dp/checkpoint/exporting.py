@@ -6,6 +6,10 @@
     a folder       the same as a torch.distributed.checkpoint
 
 Types of the user's code become plain values.
+
+The state holds each parameter and each buffer once, by its first name, and includes buffers that
+are not in the state_dict. A state_dict holds tied weights under each of their names. So a
+checkpoint stores both sets of names.
 """
 
 from __future__ import annotations
@@ -16,12 +20,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from elastic_dp.checkpoint.catalog import Catalog, Keep
 from elastic_dp.checkpoint.checkpoint_reader import load, load_newest, taking_apart
+from elastic_dp.checkpoint.codec import from_bytes
 from elastic_dp.checkpoint.commit_record import CommitRecord
 from elastic_dp.checkpoint.layout import WORDS, Blob, TensorSpec, Unit, dtype_name, flat_bytes
-from elastic_dp.checkpoint.state_dict_names import model_state, optimizer_state, scheduler_state
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
 from elastic_dp.storage import StorageURL, Store
 from elastic_dp.storage.json_files import path_in
@@ -124,6 +129,56 @@ def _export_distributed(state: LoadedState, folder: str) -> None:
     dcp.save(_as_dict(state), checkpoint_id=folder, no_dist=True)
 
 
+def naming_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Returns the names that `model_state` and `optimizer_state` need.
+
+    `parameters` holds the parameters' names in the model's order; `model` maps the keys of the
+    state_dict to names in the state; `groups` holds the parameters' names by group of the
+    optimizer.
+    """
+    known = {id(tensor): name for name, tensor in model.named_buffers()}
+    known |= {id(tensor): name for name, tensor in model.named_parameters()}
+    stored = model.state_dict(keep_vars=True)
+    keys = {key: known[id(value)] for key, value in stored.items() if id(value) in known}
+    groups = [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    parameters = [name for name, _ in model.named_parameters()]
+    return {"parameters": parameters, "model": keys, "groups": groups}
+
+
+def model_state(
+    tree: Mapping[str, Any], naming: Mapping[str, Any], *, plain: bool = False
+) -> dict[str, Any]:
+    """Returns what `model.load_state_dict` takes: tensors, and the extra state of modules.
+
+    `plain`: see `decode`.
+    """
+    step = tree["step"]
+    parameters = dict(zip(naming["parameters"], step["parameters"], strict=True))
+    tensors = {**step["buffers"], **parameters}
+    extra = {
+        name: from_bytes(content, plain=plain)["value"]
+        for name, content in tree["body"]["extra_state"].items()
+    }
+    return {key: tensors[name] for key, name in naming["model"].items()} | extra
+
+
+def optimizer_state(tree: Mapping[str, Any], naming: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what `optimizer.load_state_dict` takes."""
+    states = {i: state for i, state in enumerate(tree["step"]["optimizer"]) if state}
+    held, groups, first = tree["body"]["held"]["optimizers"][0]["groups"], [], 0
+    for values, group in zip(held, naming["groups"], strict=True):
+        numbers = list(range(first, first + len(group)))
+        groups.append({**values["values"], "params": numbers})
+        first += len(group)
+    return {"state": states, "param_groups": groups}
+
+
+def scheduler_state(tree: Mapping[str, Any]) -> Any:
+    """Returns what `scheduler.load_state_dict` takes."""
+    held = tree["step"]["held"]["scheduler"]
+    return None if held is None else held["values"] | held["objects"]
+
+
 def _loaded(
     commit: CommitRecord, tree: Any, damaged: tuple[str, ...] = (), *, plain: bool = False
 ) -> LoadedState:
@@ -142,14 +197,8 @@ def _loaded(
 
 
 def _as_dict(state: LoadedState) -> dict[str, Any]:
-    return {
-        "model": state.model,
-        "optimizer": state.optimizer,
-        "scheduler": state.scheduler,
-        "user": state.user,
-        "step": state.step,
-        "metrics": dict(state.metrics),
-    }
+    stored = {name: value for name, value in vars(state).items() if name != "damaged"}
+    return stored | {"metrics": dict(state.metrics)}
 
 
 def _write(destination: str, content: Any) -> None:

@@ -9,7 +9,7 @@
   snapshots of the same tensors allocate nothing.
 - New memory is slow: the system finds each page when it is written for the first time, and copies
   of a device's state keep the host waiting until the memory is registered with the device. So
-  `prepare` takes memory before the first snapshot, and `memory.make_ready` does the rest in the
+  memory is taken before the first snapshot, and `memory.make_ready` does the rest in the
   background, piece by piece. See device/host_copies.py.
 """
 
@@ -143,19 +143,13 @@ class Snapshot:
         self._manifest: Manifest | None = None
         self._hashing = threading.Lock()
 
-    def prepare(self, tree: Any, held: HeldState | None = None) -> int:
-        """Takes memory for snapshots of such a state. Returns how many bytes are new; then
-        `memory.make_ready` may run. Raises StateError."""
-        _, tensors = encode(tree)
-        return self._lay_out(tensors, _encoded(held))
-
     @torch.no_grad()
     def take(
         self, step: int, tree: Any, held: HeldState | None = None, *, most_new: float = math.inf
     ) -> bool:
         """Copies the tree, and what this member holds of a divided optimizer state. The caller may
         change both again when this returns. If more than `most_new` bytes of new memory are needed,
-        it only takes those, like `prepare`, and returns False.
+        it only takes those, for `memory.make_ready`, and returns False.
 
         Raises StateError if it cannot be encoded, and then keeps the previous snapshot.
         """

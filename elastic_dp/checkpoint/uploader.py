@@ -81,12 +81,12 @@ class Uploader:
         """Makes ready for the first snapshot of such a state, in the background where it takes
         time: until then it is late. Raises StateError."""
         with self._copying:
-            nbytes = self.snapshot.prepare(tree, held)
-        self._make_ready(nbytes)
+            self.snapshot.take(-1, tree, held, most_new=-1)
+        self._make_ready()
 
-    def _make_ready(self, nbytes: int) -> None:
+    def _make_ready(self) -> None:
         self._making = self._one.submit(self.snapshot.memory.make_ready)
-        if nbytes > SOON_READY_BYTES:
+        if self.snapshot.memory.content.numel() > SOON_READY_BYTES:
             self._last = self._making
 
     def take(
@@ -116,7 +116,7 @@ class Uploader:
         with self._copying:
             taken = self.snapshot.take(step, tree, held, most_new=most_new)
         if not taken:
-            self._make_ready(self.snapshot.memory.content.numel())
+            self._make_ready()
             return False
         self._began_at, self._stall_s = began_at, time.monotonic() - began_at
         self._shared = {"writer": writer, "members": members}

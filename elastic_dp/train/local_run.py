@@ -74,7 +74,7 @@ class LocalRun(ControllerLink, HeartbeatStatus):
                 catalog,
                 self.spec.checkpoint,
                 CommitterActions(
-                    request_blobs=lambda one: kept.write(one.step, one.names),
+                    request_blobs=lambda worker, step, names: kept.write(step, names),
                     request_checkpoint=self.control.request_checkpoint,
                     tell=self.say,
                     committed=lambda step, duration_s: None,

@@ -11,8 +11,10 @@ User code sees none of this: `next_step` returns each committed step once, in or
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -265,8 +267,9 @@ class WorkerSession:
         self._transfer = StateTransfer(self)
         kind = build.kind_of(machine_kind(self.device, self.spec.exact))
         software = software_versions(self.device, self.code)
-        layout, lines = self.state.layout()
-        self._signature = Signature(layout, self.data.fingerprint, kind, software, lines)
+        layout = "\n".join(map(" ".join, self.state.layout().items())).encode()
+        digest, lines = hashlib.sha256(layout).hexdigest()[:16], zlib.compress(layout)
+        self._signature = Signature(digest, self.data.fingerprint, kind, software, lines)
         self.state.kinds = [kind]
         if self.checkpoints is not None:
             self.checkpoints.open(self, self._signature)

@@ -9,8 +9,8 @@ import torch
 
 from elastic_dp.checkpoint.checkpoint_writer import write_blobs, write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
+from elastic_dp.checkpoint.exporting import naming_of
 from elastic_dp.checkpoint.snapshot import Snapshot
-from elastic_dp.checkpoint.state_dict_names import naming_of
 from elastic_dp.storage import Store
 from elastic_dp.train.state.train_state import StepRecord, TrainState
 

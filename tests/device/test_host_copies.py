@@ -242,7 +242,7 @@ def test_no_copy_goes_to_two_pieces_of_memory_that_are_registered_apart(on_devic
 
 def test_memory_that_is_closed_is_not_made_ready(on_device):
     snapshot = Snapshot(copies := LateCopies())
-    snapshot.prepare(big_tree(1 << 18))
+    snapshot.take(-1, big_tree(1 << 18), most_new=-1)
     snapshot.memory.close()
     snapshot.memory.make_ready()
     assert copies.threads == []
@@ -290,9 +290,9 @@ def test_no_step_waits_for_the_memory_of_a_state_that_has_grown(tmp_path, monkey
         make_ready(self)
 
     def takes(self, step, *rest, **named):
-        stall_s = take(self, step, *rest, **named)
-        taken.extend([] if stall_s is None else [step])
-        return stall_s
+        is_taken = take(self, step, *rest, **named)
+        taken.extend([step] if is_taken else [])
+        return is_taken
 
     def train(ctx):
         model = classifier()

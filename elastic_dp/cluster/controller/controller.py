@@ -239,8 +239,8 @@ class Controller:
             Catalog(self._store),
             self.spec.checkpoint,
             CommitterActions(
-                request_blobs=lambda one: self._worker_group.send(
-                    [one.worker], WriteBlobs(one.worker, one.step, tuple(one.names))
+                request_blobs=lambda worker, step, names: self._worker_group.send(
+                    [worker], WriteBlobs(worker, step, tuple(names))
                 ),
                 request_checkpoint=partial(self.post, m.CheckpointRequested()),
                 tell=self.say,

@@ -1,6 +1,6 @@
 """Commits checkpoints: one write makes a checkpoint of its parts when all of them are written.
 
-pending_checkpoints.py decides when a checkpoint is complete.
+`PendingCheckpoint` says when a checkpoint is complete.
 
 - If members hold different states, the run fails once their checkpoint is committed, with an error
   that names what differs.
@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from elastic_dp.checkpoint.catalog import Catalog, Keep
-from elastic_dp.checkpoint.checkpoint_writer import WrittenBlobs, write_commit
+from elastic_dp.checkpoint.checkpoint_writer import PendingCheckpoint, WrittenBlobs, write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.lease import Held, Lease
 from elastic_dp.config import CheckpointConfig
@@ -40,10 +40,6 @@ from elastic_dp.errors import (
     StorageError,
 )
 from elastic_dp.threads import background
-from elastic_dp.train.checkpointing.pending_checkpoints import (
-    BlobsRequest,
-    PendingCheckpoint,
-)
 
 _AGAIN_S = 2.0
 _REMEMBERED = 1_000  # steps whose metrics are kept
@@ -59,7 +55,8 @@ class CommitterActions:
     """Callbacks of a committer, provided by the controller of the run. All are called on the
     committer's thread."""
 
-    request_blobs: Callable[[BlobsRequest], None]
+    # a worker is to write these blobs, too: the step, and their names
+    request_blobs: Callable[[WorkerId, int, Sequence[str]], None]
     request_checkpoint: Callable[[], None]  # for one of the next steps
     tell: Callable[[str], None]  # a message for the user
     # the step and the seconds from its snapshot, 0 if not known; it may be called twice
@@ -273,8 +270,8 @@ class CheckpointCommitter:
             self._actions.tell(f"checkpoint of step {one.step}: {one.error}")
         if not at_end:
             missing = not waits or one.error is not None
-            for request in one.requests(self._lost, all_missing=missing):
-                self._actions.request_blobs(request)
+            for worker, names in one.requests(self._lost, all_missing=missing).items():
+                self._actions.request_blobs(worker, one.step, names)
         if one.step not in self._pending or (waits and one.silent(self._lost)):
             return  # a later one was committed meanwhile, or members have not told their digests
         reports = one.whole(at_end=at_end)

@@ -18,41 +18,38 @@ from __future__ import annotations
 
 import contextlib
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
 
 from elastic_dp.checkpoint.catalog import Catalog, CommitName
-from elastic_dp.checkpoint.checkpoint_writer import write_blobs, write_commit
-from elastic_dp.checkpoint.commit_record import CommitMetadata
+from elastic_dp.checkpoint.checkpoint_writer import WrittenBlobs, write_commit
 from elastic_dp.checkpoint.lease import Held, Lease, Record
-from elastic_dp.checkpoint.snapshot import Snapshot
-from elastic_dp.checkpoint.uploader import WRITES_IN_FLIGHT
-from elastic_dp.errors import LeaseLost, StorageError
+from elastic_dp.errors import LeaseLost, StateError, StorageError
 
 
 def commit_without_controller(
     catalog: Catalog,
-    snapshot: Snapshot,
-    metadata: CommitMetadata,
+    step: int,
+    write: Callable[[], WrittenBlobs | None],
     *,
     worker: str,
     token: str,
     lease_s: float,
 ) -> str:
-    """Writes and commits the snapshot. Returns the outcome as a text for the log. `token` is that
-    of the controller's lease. `metadata`: what the worker knows of it. The function waits for the
-    lease up to `lease_s`, or a multiple of that if there are other orphans."""
+    """Commits what `write` writes, the whole state of `step`, unless it returns None. Returns the
+    outcome as a text for the log. `token` is that of the controller's lease. The function waits for
+    the lease up to `lease_s`, or a multiple of that if there are other orphans."""
     lease = Lease(catalog.store, f"orphan {worker}", f"{token}.{worker}", lease_s)
     try:
         why = _take_lease(lease, token)
         if why:
             return f"no last checkpoint: {why}"
         try:
-            return _commit(catalog, snapshot, metadata, lease, worker)
+            return _commit(catalog, step, write, lease)
         finally:
             with contextlib.suppress(StorageError):
                 lease.release()
-    except (LeaseLost, StorageError, OSError) as error:
+    except (LeaseLost, StateError, StorageError, OSError) as error:
         return f"no last checkpoint: {error}"
 
 
@@ -79,24 +76,18 @@ def _may_follow(record: Record, token: str) -> bool:
 
 
 def _commit(
-    catalog: Catalog,
-    snapshot: Snapshot,
-    metadata: CommitMetadata,
-    lease: Lease,
-    worker: str,
+    catalog: Catalog, step: int, write: Callable[[], WrittenBlobs | None], lease: Lease
 ) -> str:
     names = catalog.names()
     newest: CommitName | None = names[-1] if names else None
-    if newest is not None and newest.step >= snapshot.step:
+    if newest is not None and newest.step >= step:
         return f"step {newest.step} is already committed"
     fence = lease.fence
     catalog.claim(fence, newest)
-    with ThreadPoolExecutor(WRITES_IN_FLIGHT, "last-checkpoint") as executor:
-        names_of_all = snapshot.manifest(executor).headers
-        blobs = write_blobs(
-            catalog, snapshot, executor, writer=worker, members=[worker], names=names_of_all
-        )
+    written = write()
+    if written is None:
+        return "no last checkpoint: the state cannot be stored"
     if not lease.is_valid():
         lease.renew()  # raises LeaseLost if another worker was faster
-    write_commit(catalog, [blobs], fence, replace(metadata, saved_at=time.time()))
-    return f"checkpoint of step {snapshot.step} is committed, without a controller"
+    write_commit(catalog, [written], fence, replace(written.metadata, saved_at=time.time()))
+    return f"checkpoint of step {step} is committed, without a controller"

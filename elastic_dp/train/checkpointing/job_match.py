@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from numbers import Real
 from typing import Any
 
@@ -21,7 +21,7 @@ from elastic_dp.config import JobSpec
 from elastic_dp.config.schedules import stored
 from elastic_dp.errors import RunMismatch
 from elastic_dp.torch_settings import DTYPE
-from elastic_dp.train.state.train_state import OWN, TrainState
+from elastic_dp.train.state.train_state import TrainState, layout_of
 from elastic_dp.wording import counted
 
 GROWTH = "growth"  # `ScalingConfig.growth`, beside `job_identity` in a checkpoint
@@ -134,43 +134,37 @@ def check_fits(tree: Mapping[str, Any], naming: Mapping[str, Any], state: TrainS
 def _compared(
     tree: Mapping[str, Any], naming: Mapping[str, Any], state: TrainState
 ) -> Iterator[tuple[str, Any, Any]]:
-    step, body = tree["step"], tree["body"]
-    names = {p: name for name, p in state.parameters.items()}
-    called = naming["parameters"]
-    if len(called) == len(step["parameters"]):
-        theirs = dict(zip(called, step["parameters"], strict=True))
-        yield from _tensors("parameter", theirs, state.parameters)
-    yield "the parameters", called, [*state.parameters]
-    yield from _tensors("buffer", step["buffers"], dict(state.model.named_buffers()))
-    named = sorted(extra.name for extra in state.extra)
-    yield "the modules with get_extra_state", sorted(step["extra_state"]), named
-    yield "the optimizer", naming["made"]["optimizer"], type(state.optimizer).__name__
-    groups = [[names[p] for p in group["params"]] for group in state.optimizer.param_groups]
-    yield "the optimizer's groups", naming["groups"], groups
-    held, mine = step["held"], len(state.optimizers.all)
-    yield "the number of optimizers in the optimizer", len(held["optimizers"]), mine
+    step, held, called = tree["step"], tree["step"]["held"], naming["parameters"]
+    mine = state.layout()
+    theirs = layout_of(
+        dict(zip(called, step["parameters"], strict=True)),
+        step["buffers"],
+        step["extra_state"],
+        naming["made"]["optimizer"],
+        naming["groups"],
+        tree["body"]["user"],
+    )
+    for what in [*mine, *theirs]:
+        yield what, theirs.get(what, "absent"), mine.get(what, "absent")
+    yield "the order of the parameters", [*theirs], [*mine]
+    optimizers = len(state.optimizers.all)
+    yield "the number of optimizers in the optimizer", len(held["optimizers"]), optimizers
     yield "a scheduler", held["scheduler"] is not None, state.scheduler is not None
     yield 'precision="fp16"', step["loss_scale"] is not None, state.loss_scale is not None
     yield "staleness", int("previous" in step), int(state.previous is not None)
-    yield "the keys of state=", _without_own(body["user"]), _without_own(state.user)
-    yield from _kinds(step, state.optimizer, names)
+    yield from _kinds(step, state)
 
 
-def _without_own(keys: Iterable[str]) -> list[str]:
-    return sorted(key for key in keys if not key.startswith(OWN))
-
-
-def _kinds(
-    step: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Mapping[Any, str]
-) -> Iterator[tuple[str, Any, Any]]:
+def _kinds(step: Mapping[str, Any], state: TrainState) -> Iterator[tuple[str, Any, Any]]:
     """Yields the kinds of what the optimizer's groups hold, and of an optimizer's state."""
-    groups, held = optimizer.param_groups, step["held"]["optimizers"][0]["groups"]
+    names = {p: name for name, p in state.parameters.items()}
+    groups, held = state.optimizer.param_groups, step["held"]["optimizers"][0]["groups"]
     for number, (group, given) in enumerate(zip(groups, held, strict=True)):
         for key, value in given["values"].items():
             if value is not None and group.get(key) is not None:
                 what = f"optimizer.param_groups[{number}][{key!r}]"
                 yield what, _kind(value), _kind(group[key])
-    if type(optimizer).__module__.startswith("torch.optim."):
+    if type(state.optimizer).__module__.startswith("torch.optim."):
         optimized = [p for group in groups for p in group["params"]]
         # A sharded optimizer reads its state elsewhere.
         for p, entry in zip(optimized, step["optimizer"], strict=False):
@@ -178,17 +172,6 @@ def _kinds(
                 if value is not None:
                     what = f"optimizer.state[{names[p]}][{key!r}]"
                     yield what, type(value).__name__, torch.Tensor.__name__
-
-
-def _tensors(
-    what: str, theirs: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, Any, Any]]:
-    for name in [*mine, *theirs]:
-        yield f"{what} {name}", _shape(theirs.get(name)), _shape(mine.get(name))
-
-
-def _shape(tensor: torch.Tensor | None) -> str:
-    return "absent" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
 
 
 def _kind(value: Any) -> str:

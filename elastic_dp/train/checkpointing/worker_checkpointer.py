@@ -23,9 +23,9 @@ import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import device_types, taking_apart
-from elastic_dp.checkpoint.codec import encode
+from elastic_dp.checkpoint.checkpoint_writer import WrittenBlobs
 from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord
-from elastic_dp.checkpoint.state_dict_names import naming_of
+from elastic_dp.checkpoint.exporting import naming_of
 from elastic_dp.checkpoint.uploader import Uploader
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import Membership, Signature, WorkerId
@@ -85,8 +85,7 @@ class WorkerCheckpointer:
         self._requested = True
 
     def open(self, session: WorkerSession, signature: Signature) -> None:
-        """Begins to take checkpoints of the session's state. Raises StateError if it cannot be
-        stored, before the first step."""
+        """Begins to take checkpoints of the session's state."""
         self._session, state, spec = session, session.state, session.spec
         total_steps = session.total_steps if session.loop.read_total_steps else None
         made = hyperparameters_of(state.optimizer, state.scheduler, total_steps)
@@ -98,8 +97,6 @@ class WorkerCheckpointer:
             versions=software | {"python": platform.python_version(), "kind": signature.kind},
             naming=naming_of(state.model, state.optimizer) | {"made": made, "job": job},
         )
-        if self._config.enabled:
-            encode(_tree(state, WorkerProgress(), whole=not state.in_parts))
 
     def has_pieces_among(self, members: tuple[WorkerId, ...]) -> None:
         """Records that a generation of these members begins, who have divided the pieces of a
@@ -235,34 +232,26 @@ class WorkerCheckpointer:
     def take_without_controller(self) -> None:
         """Writes and commits a last checkpoint, and reports the outcome, when no controller has
         answered for long; unless the body is running. See checkpoint_without_controller.py."""
-        if self._has_right_state() and self._session.state.holders.has_all:
-            self._commit_without_controller()
-        self._needs_no_help()
-
-    def _commit_without_controller(self) -> None:
-        state, step = self._session.state, self._session.progress.position.step
-        with contextlib.suppress(StorageError):
-            self._uploader.wait()
-        tree = self._gathered_tree()
-        try:
-            held = state.holders.to_write(self._worker, self._holders)
-            self._uploader.snapshot.take(step, tree, held)
-        except StateError as error:
-            self._link.say(f"{self._worker}: no last checkpoint: {error}")
-            return
         from elastic_dp.train.checkpointing.checkpoint_without_controller import (
             commit_without_controller,
         )
 
-        said = commit_without_controller(
-            self._catalog,
-            self._uploader.snapshot,
-            self._metadata,
-            worker=self._worker,
-            token=self._lease_token,
-            lease_s=self._lease_s,
-        )
-        self._link.say(f"{self._worker}: {said}")
+        if self._has_right_state() and self._session.state.holders.has_all:
+            step = self._session.progress.position.step
+            said = commit_without_controller(
+                self._catalog,
+                step,
+                partial(self._write_alone, step),
+                worker=self._worker,
+                token=self._lease_token,
+                lease_s=self._lease_s,
+            )
+            self._link.say(f"{self._worker}: {said}")
+        self._needs_no_help()
+
+    def _write_alone(self, step: int) -> WrittenBlobs | None:
+        self._take(step, (self._worker,), must=True)
+        return self._uploader.wait()
 
     def _gathered_tree(self) -> dict[str, Any]:
         """Returns the state. Other processes help to gather it (`FollowerCheckpoints`)."""
@@ -348,9 +337,9 @@ class WorkerCheckpointer:
         self._uploader.close()
 
 
-def _tree(state: TrainState, progress: WorkerProgress, *, whole: bool = True) -> dict[str, Any]:
+def _tree(state: TrainState, progress: WorkerProgress) -> dict[str, Any]:
     """Returns the state without values that only some members may have computed."""
-    tree = state.tree(progress.evaluations, None, whole=whole)
+    tree = state.tree(progress.evaluations, None, whole=True)
     tree["log_calls"] = progress.log_calls_of_body()
     if state.record is not None:
         tree["step"]["record"] = vars(state.record) | {"grad_norm": None}

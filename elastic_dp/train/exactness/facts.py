@@ -8,7 +8,6 @@ import functools
 import inspect
 import itertools
 import math
-import random
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -21,7 +20,9 @@ import torch
 import xxhash
 from torch import nn
 
+from elastic_dp.checkpoint.codec import to_bytes
 from elastic_dp.distributed.local_shards import local_of
+from elastic_dp.train.state.held_values import is_registered, state_of
 from elastic_dp.train.state.tensor_digests import digest_of
 
 MOST = 64  # items of a container or an object; only the length of a larger container is compared
@@ -60,14 +61,8 @@ class Look:
             case np.ndarray() | np.generic():
                 if value.dtype.kind in "biufcSU" and value.nbytes <= self.nbytes:
                     yield name, _digest(f"{value.dtype} {value.shape}".encode(), value.tobytes())
-            case np.random.Generator():
-                yield name, _digest(repr(value.bit_generator.state).encode())
-            case np.random.RandomState():
-                yield name, _digest(repr(value.get_state()).encode())
-            case random.Random():
-                yield name, _digest(repr(value.getstate()).encode())
-            case torch.Generator():
-                yield name, f"#{digest_of([value.get_state()])}"
+            case _ if is_registered(value):
+                yield name, _digest(to_bytes(state_of(value)))
             case bool() | int() | float() | complex() | str() | bytes() | None | itertools.count():
                 text = repr(value)
                 yield name, text if len(text) < 100 else _digest(text.encode())

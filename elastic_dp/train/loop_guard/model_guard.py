@@ -196,29 +196,19 @@ class ModelGuard:
 class _GoneGradient(torch.Tensor):
     """Takes the place of a gradient that is gone. Raises LoopError when it is used."""
 
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
     @classmethod
     def of(cls, p: torch.Tensor) -> _GoneGradient:
         one = p.detach().new_empty(())  # of which all elements are views: it takes no memory
         return one.expand(p.shape).as_subclass(cls)
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__") or name in _OF_ZERO_GRAD:
-            with torch._C.DisableTorchFunctionSubclass():
-                owner = getattr(getattr(func, "__self__", None), "__name__", "")
-                if name == "__get__" and owner not in ("data", "grad", "T", "mT", "H", "real"):
-                    return func(*args, **(kwargs or {}))
-            if name in _OF_ZERO_GRAD:
-                return args[0]
-        raise cls.error()
-
-    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func._schema.name in _OF_ZERO_GRAD:
+            return args[0]
         raise cls.error()
 
     @staticmethod
@@ -232,7 +222,7 @@ class _GoneGradient(torch.Tensor):
         )
 
 
-_OF_ZERO_GRAD = {"zero_", "_foreach_zero_", "detach_", "requires_grad_"}
+_OF_ZERO_GRAD = {"aten::zero_", "aten::_foreach_zero_", "aten::detach_"}
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[list[int]]:

@@ -212,6 +212,12 @@ def carries_itself(value: Any) -> bool:
     return all(map(callable, methods)) and not isinstance(value, type)
 
 
+def is_registered(value: Any) -> bool:
+    """Returns whether a value is an object of a registered type, such as a generator."""
+    how = STATE_TYPES.get(type(value))
+    return how is not None and how.get is not None
+
+
 def state_of(one: Any) -> Any:
     """Returns the state of an object that carries itself or is of a registered type."""
     if carries_itself(one):
@@ -305,8 +311,7 @@ def _owner_of(value: Any) -> Any:
 def _is_object(value: Any) -> bool:
     if isinstance(value, torch.optim.Optimizer):
         return False
-    how = STATE_TYPES.get(type(value))
-    return (how is not None and how.get is not None) or carries_itself(value)
+    return is_registered(value) or carries_itself(value)
 
 
 def _is_of_process(value: Any) -> bool:

@@ -11,8 +11,7 @@ worker without state receives directly into its own tensors.
 from __future__ import annotations
 
 import hashlib
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -152,21 +151,17 @@ class TrainState:
         self.model_guard = ModelGuard(self.model, self.optimizer)
         self.note_commit()
 
-    def layout(self) -> tuple[str, bytes]:
-        """Returns a description of what must be equal on all members: its digest, and the
-        compressed text. The text has one line for each name, shape and dtype, in the optimizer's
-        order."""
-        lines = [f"parameter {n} {tuple(p.shape)} {p.dtype}" for n, p in self.parameters.items()]
-        buffers = self.model.named_buffers()
-        lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in buffers]
-        lines += [f"extra state {extra.name}" for extra in self.extra]
-        lines.append(f"optimizer {type(self.optimizer).__name__}")
+    def layout(self) -> dict[str, str]:
+        """Returns what must be equal on all members and in a checkpoint; see `layout_of`."""
         names = {p: name for name, p in self.parameters.items()}
-        for number, group in enumerate(self.optimizer.param_groups):
-            lines += [f"in group {number} of the optimizer {names[p]}" for p in group["params"]]
-        lines.append(f"state {sorted(self.user)}")
-        text = "\n".join(lines).encode()
-        return hashlib.sha256(text).hexdigest()[:16], zlib.compress(text)
+        return layout_of(
+            self.parameters,
+            dict(self.model.named_buffers()),
+            [extra.name for extra in self.extra],
+            type(self.optimizer).__name__,
+            [[names[p] for p in group["params"]] for group in self.optimizer.param_groups],
+            self.user,
+        )
 
     def commit(self, record: StepRecord) -> None:
         """Records the outcome of a step that was applied."""
@@ -329,3 +324,24 @@ class TrainState:
             flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
             digest.update(flat.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+
+def layout_of(
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    extra_states: Iterable[str],
+    optimizer: str,
+    groups: Iterable[Iterable[str]],
+    user: Iterable[str],
+) -> dict[str, str]:
+    """Returns the layout of a state, as texts by what they describe. `groups`: the names of the
+    optimizer's parameters. `user`: the keys of `state=`."""
+    tensors = {f"parameter {name}": p for name, p in parameters.items()}
+    tensors |= {f"buffer {name}": buffer for name, buffer in buffers.items()}
+    return {
+        **{what: f"{tuple(tensor.shape)} of {tensor.dtype}" for what, tensor in tensors.items()},
+        **{f"get_extra_state of {name}": "there" for name in extra_states},
+        "the optimizer": optimizer,
+        **{f"{p} in the optimizer": f"group {n}" for n, names in enumerate(groups) for p in names},
+        "the keys of state=": str(sorted(key for key in user if not key.startswith(OWN))),
+    }

@@ -26,7 +26,6 @@ from elastic_dp.train.checkpointing.checkpoint_committer import (
     CheckpointCommitter,
     CommitterActions,
 )
-from elastic_dp.train.checkpointing.pending_checkpoints import BlobsRequest
 from tests.patience import PATIENCE_S, eventually
 
 TREE = {"weights": torch.arange(1_500_000, dtype=torch.float32)}  # six parts
@@ -47,7 +46,7 @@ class Stage:
             self.catalog,
             config or CheckpointConfig(),
             CommitterActions(
-                request_blobs=self.asked.put,
+                request_blobs=lambda *asked: self.asked.put(asked),
                 request_checkpoint=lambda: self.wanted.put(time.monotonic()),
                 tell=self.told.append,
                 committed=self.commit,
@@ -84,7 +83,7 @@ class Stage:
 
 def names_of(stage, parts):
     names = [*stage.snapshot.manifest().headers]
-    return tuple(sorted(names[number] for number in parts))
+    return sorted(names[number] for number in parts)
 
 
 def blobs_of(stage, worker, members, parts):
@@ -164,7 +163,7 @@ def test_parts_of_a_lost_worker_are_requested_of_another(stage, lost_first):
     stage.write("w2", members, [2, 3])
     if not lost_first:
         stage.committer.lost("w3")
-    assert stage.asked.get(timeout=PATIENCE_S) == BlobsRequest("w2", 5, names_of(stage, [4, 5]))
+    assert stage.asked.get(timeout=PATIENCE_S) == ("w2", 5, names_of(stage, [4, 5]))
     stage.write("w1", members, [0, 1])
     stage.write("w2", members, [4, 5])
     assert stage.committed.get(timeout=PATIENCE_S) == 5
@@ -181,9 +180,9 @@ def test_parts_without_a_writer_are_requested_in_the_end(stage, monkeypatch):
     stage.comes_to_rest()
     monkeypatch.setattr(checkpoint_committer, "_PATIENCE_S", 0.0)
     stage.committer.lost("w9")  # wakes it
-    asked = stage.asked.get(timeout=PATIENCE_S)
-    assert (asked.step, asked.names) == (5, names_of(stage, [4, 5]))
-    stage.write(asked.worker, ("w1", "w2"), [4, 5])
+    worker, step, names = stage.asked.get(timeout=PATIENCE_S)
+    assert (step, names) == (5, names_of(stage, [4, 5]))
+    stage.write(worker, ("w1", "w2"), [4, 5])
     assert stage.committed.get(timeout=PATIENCE_S) == 5
 
 
@@ -212,10 +211,10 @@ def test_parts_requested_of_a_worker_that_is_lost_are_requested_of_another(stage
     members = ("w1", "w2", "w3")
     stage.committer.lost("w3")
     stage.write("w2", members, [2, 3])
-    assert stage.asked.get(timeout=PATIENCE_S) == BlobsRequest("w2", 5, names_of(stage, [4, 5]))
+    assert stage.asked.get(timeout=PATIENCE_S) == ("w2", 5, names_of(stage, [4, 5]))
     stage.write("w1", members, [0, 1])
     stage.committer.lost("w2")
-    assert stage.asked.get(timeout=PATIENCE_S) == BlobsRequest("w1", 5, names_of(stage, [4, 5]))
+    assert stage.asked.get(timeout=PATIENCE_S) == ("w1", 5, names_of(stage, [4, 5]))
     stage.write("w1", members, [4, 5])
     assert stage.committed.get(timeout=PATIENCE_S) == 5
 
@@ -293,9 +292,9 @@ def report_shares(stage, trees):
 def test_state_that_differs_is_an_error_by_key_and_the_majority_has_a_checkpoint(stage):
     trees = {"w1": of_user(2.0), "w2": of_user(1.0), "w3": of_user(1.0)}
     report_shares(stage, trees)
-    missing = stage.asked.get(timeout=PATIENCE_S)
-    report(stage, missing.worker, trees[missing.worker], [0, 1])
-    assert missing.worker in ("w2", "w3") and missing.names == names_of(stage, [0, 1])
+    worker, _, names = stage.asked.get(timeout=PATIENCE_S)
+    report(stage, worker, trees[worker], [0, 1])
+    assert worker in ("w2", "w3") and names == names_of(stage, [0, 1])
     assert stage.committed.get(timeout=PATIENCE_S) == 5
     stage.comes_to_rest()
     [error] = stage.failures
@@ -312,9 +311,9 @@ def test_weights_that_differ_are_committed_only_if_no_step_follows(begun, tmp_pa
         stage = begun(tmp_path / str(follows))
         trees = {"w1": of_user(1.0), "w2": of_user(1.0), "w3": of_user(2.0, weights=1.0)}
         report_shares(stage, trees)
-        missing = stage.asked.get(timeout=PATIENCE_S)
-        report(stage, missing.worker, trees[missing.worker], [4, 5])
-        assert missing.names == names_of(stage, [4, 5])
+        worker, _, names = stage.asked.get(timeout=PATIENCE_S)
+        report(stage, worker, trees[worker], [4, 5])
+        assert names == names_of(stage, [4, 5])
         stage.comes_to_rest()
         assert stage.catalog.names() == [] and "step.parameters.0" in stage.told[-1], stage.told
         if follows:

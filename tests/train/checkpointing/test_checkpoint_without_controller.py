@@ -10,7 +10,7 @@ import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import load_newest
-from elastic_dp.checkpoint.commit_record import CommitMetadata
+from elastic_dp.checkpoint.checkpoint_writer import write_blobs
 from elastic_dp.checkpoint.lease import Lease
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.storage import Store
@@ -31,9 +31,12 @@ def orphan(tmp_path, step, worker="w1", lease_s=LEASE_S):
 
 
 def commit(catalog, snapshot, worker="w1", lease_s=LEASE_S):
-    return commit_without_controller(
-        catalog, snapshot, CommitMetadata(), worker=worker, token=TOKEN, lease_s=lease_s
-    )
+    def write():
+        with ThreadPoolExecutor(1) as executor:
+            return write_blobs(catalog, snapshot, executor, writer=worker, members=[worker])
+
+    how = {"worker": worker, "token": TOKEN, "lease_s": lease_s}
+    return commit_without_controller(catalog, snapshot.step, write, **how)
 
 
 def test_orphan_that_holds_all_units_of_a_sharded_optimizer_writes_them_too(tmp_path, long_gone):
@@ -41,7 +44,7 @@ def test_orphan_that_holds_all_units_of_a_sharded_optimizer_writes_them_too(tmp_
     # Another member was to write some of them.
     holders = [(n % 2, 1 - n % 2) for n in range(len(pieces_of(tree)))]
     snapshot.take(9, without_pieces(tree), held_by(0, tree, holders))
-    said = commit(catalog, snapshot)
+    said = commit(catalog, snapshot, "0")
     assert said == "checkpoint of step 9 is committed, without a controller"
     newest, found = load_newest(catalog, on_damage=pytest.fail)
     assert newest.step == 9 and same(found, tree)

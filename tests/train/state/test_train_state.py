@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import elastic_dp as edp
 from elastic_dp.checkpoint import codec
 from elastic_dp.checkpoint.codec import decode, encode
-from elastic_dp.checkpoint.state_dict_names import naming_of, optimizer_state
+from elastic_dp.checkpoint.exporting import naming_of, optimizer_state
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.errors import LoopError, ModelError
 from elastic_dp.train.fault_injection import WorkerFault
