@@ -90,8 +90,8 @@ class Result:
     def export(
         self, path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
     ) -> None:
-        """Write the final weights to a file that opens without this package, at a path or URL,
-        whose store takes `storage_options`.
+        """Write the final weights to a file that opens without this package, at a path or any
+        fsspec URL, whose store takes `storage_options`.
 
         `FILE.safetensors`: one tensor for each key of the model's `state_dict()`, under that key,
         so that `model.load_state_dict(safetensors.torch.load_file(path))` takes it. `FILE.pt`: a

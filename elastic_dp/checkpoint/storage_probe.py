@@ -1,7 +1,8 @@
 """Probes a store before training: checkpoints rely on it refusing to create an object twice.
 
-Some stores ignore the condition and overwrite silently. The second create therefore has other
-content, and the probe checks that the first is still there.
+Some stores and adapters ignore the condition and overwrite silently (obstore's fsspec adapter
+does). The second create therefore has other content, and the probe checks that the first is still
+there.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def convert(
 @data.command()
 def inspect(
     url: Annotated[
-        str, typer.Argument(metavar="URL", help="A folder, a file or a glob, as a path or URL.")
+        str, typer.Argument(metavar="URL", help="A folder, a file or a glob; any fsspec URL.")
     ],
     columns: _Columns = None,
     virtual_workers: Annotated[

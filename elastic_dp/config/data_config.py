@@ -49,9 +49,10 @@ class _Order:
 class DataConfig(_Order):
     """Shards of rows at a URL.
 
-    - `url`: a folder, a file or a glob, as a path or URL. A list of them is one data set. A dict
-      gives each source its weight in every global batch; {0: {…}, 2000: {…}} changes the weights
-      after 2,000 steps. Or a `elastic_dp.data.BlockSource`: rows of any other format or service.
+    - `url`: a folder, a file or a glob, as a path or any fsspec URL. A list of them is one data
+      set. A dict gives each source its weight in every global batch; {0: {…}, 2000: {…}} changes
+      the weights after 2,000 steps. Or a `elastic_dp.data.BlockSource`: rows of any other format or
+      service.
     - `micro_batch_size`: rows of one virtual worker in one step.
     - `columns`: read only these columns.
     - `filter`: a pyarrow expression, such as `pyarrow.compute.field("x") > 3`: only rows for which

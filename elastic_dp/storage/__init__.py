@@ -9,6 +9,7 @@
     az://, abfs(s)://    obstore                       Azurite, Microsoft's emulator
     http://, https://    obstore                       a small HTTP server; one file, no listing
     memory://            obstore, in this process      itself
+    chained, others      their fsspec file system      untested
 
 - A read returns exactly the bytes asked for, of the version asked for, or raises.
 - Faults that may pass are retried here and nowhere below, so that they are counted and end within a

@@ -49,8 +49,9 @@ class FolderListing(NamedTuple):
 
 class Backend(Protocol):
     path: str  # of the URL itself
-    # Whether it can be listed, and write(create_only=True) refuses an object that exists
     lists: bool = True
+    # Whether write(create_only=True) is known to refuse an object that exists.
+    creates_only: bool = True
 
     def look(self, folder: str, deep: bool) -> FolderListing:
         """What is directly in a folder ("" is the root), or all files below it, in one listing.

@@ -73,7 +73,7 @@ class ObstoreBackend(Backend):
         import obstore
 
         self._obstore, self._make, self._stall_s = obstore, make, stall_s
-        self.path, self.lists = path, lists
+        self.path, self.lists, self.creates_only = path, lists, lists
         self._clients: dict[tuple[int, bool], Any] = {}
         self._client(0)  # so that a bad option is an error now
 

@@ -31,11 +31,11 @@ class Store:
     """The objects under one URL. Threads may share it. Paths are those of its `Entry`s and of
     `path`.
 
-    `url`: of a file or a folder. `options`: those of obstore for s3, gs, az and http; None: those
-    of a `StorageURL`. `on_wait(message)`: called, from whatever thread meets it, when a call has
-    gone `timeout_s` without success, and when all such calls are through; it must not call the
-    store. `cache`: keeps what `read` returns of a version, unless the store is a folder of this
-    machine. Raises StorageError if the URL cannot be opened.
+    `url`: of a file or a folder. `options`: those of obstore for s3, gs, az and http, else of the
+    scheme's fsspec file system; None: those of a `StorageURL`. `on_wait(message)`: called, from
+    whatever thread meets it, when a call has gone `timeout_s` without success, and when all such
+    calls are through; it must not call the store. `cache`: keeps what `read` returns of a version,
+    unless the store is a folder of this machine. Raises StorageError if the URL cannot be opened.
 
     A pickled Store holds its options, credentials included, since it reopens with them: keep it in
     memory and on the wire, never in a file. `repr` shows none.
@@ -126,7 +126,7 @@ class Store:
         A create whose answer was lost is repeated. If it then meets an object with exactly these
         bytes, that counts as its own, so write content that no other writer would.
         """
-        if create_only and not self._backend.lists:
+        if create_only and not self._backend.creates_only:
             raise StorageError(
                 f"{self.url}: this kind of store cannot create an object only if there is none; "
                 "use s3, gs, az, or a folder"
@@ -172,7 +172,7 @@ class Store:
         stall_s = min(10.0, max(1.0, self._timeout_s / 4))
         try:
             return _open_backend(self._url, self._options, stall_s)
-        except Exception as error:  # the library may raise anything at its options
+        except Exception as error:  # a foreign file system may raise anything at its options
             said = fault_of(error).words
         except BaseException as error:
             if not is_panic(error):
@@ -239,10 +239,9 @@ def _open_backend(url: str, options: Mapping[str, Any], stall_s: float) -> Backe
 
         backend = LocalBackend(str(LocalFileSystem._strip_protocol(url)))
     else:
-        raise StorageError(
-            "it is no path, and no URL of s3, gs, az, http, https or memory. Mount it as a folder, "
-            "or copy it; rows of any service can be read by an elastic_dp.data.BlockSource"
-        )
+        from elastic_dp.storage.fsspec_backend import FsspecBackend
+
+        backend = FsspecBackend(url, options, stall_s)
     if redact_url(f"x://x/{backend.path}") != f"x://x/{backend.path}":
         raise StorageError(
             "it has credentials in a place where they would become part of names; give them "

@@ -80,12 +80,23 @@ def test_user_and_password_of_an_http_url_are_sent_and_not_said(tmp_path):
     assert headers["authorization"] == f"Basic {base64.b64encode(b'user:pass/word').decode()}"
 
 
-@pytest.mark.parametrize(
-    "url", ["sftp://host/x", "hf://datasets/a/b", "simplecache::s3://b/x", "dir::file:///tmp"]
-)
-def test_other_file_systems_are_refused_with_what_to_do(url):
-    with pytest.raises(StorageError, match=r"no URL of s3.* Mount it as a folder.*BlockSource"):
-        Store(url)
+def test_a_chained_url_is_read(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"0123456789")
+    chained = Store(f"simplecache::file://{tmp_path}/")
+    (entry,) = chained.find(chained.path)
+    assert bytes(chained.read(entry.path, 2, 5, entry.version)) == b"234"
+
+
+def test_a_folder_of_another_file_system_is_read_and_written(tmp_path):
+    store = Store(f"dir::file://{tmp_path}", timeout_s=1.0)
+    path = f"{store.path}/deep/a.bin"
+    store.write(path, b"0123456789")
+    assert (tmp_path / "deep/a.bin").read_bytes() == b"0123456789"
+    (entry,) = store.find(store.path)
+    assert bytes(store.read(entry.path, 2, 5, entry.version)) == b"234"
+    store.delete(path)
+    store.delete(path)
+    assert store.find(store.path) == []
 
 
 @pytest.mark.parametrize(
