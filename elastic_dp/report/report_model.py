@@ -85,23 +85,10 @@ class GroupSize(NamedTuple):
     wanted: int
 
 
-class CurvePoint(NamedTuple):
-    """A value of a metric. `counts` is False if the run went back and logged the step again.
-
-    `value` is None where it was NaN or infinite.
-    """
-
-    time: float
-    step: int
-    value: float | None
-    counts: bool
-
-
 @dataclass(slots=True)
 class WorkerRow:
-    """One worker. `start` counts the starts of the run, which use the names of workers again.
-
-    `step_s` is the mean time of its steps, `times` its seconds by phase (`PhaseTimes`).
+    """One worker. `start` counts the starts of the run, which use the names of workers again;
+    `times` are its seconds by phase (`PhaseTimes`).
     """
 
     name: str
@@ -110,32 +97,15 @@ class WorkerRow:
     node: str = ""
     condition: WorkerCondition = WorkerCondition.WAITING
     until: float | None = None
-    steps: int = 0
-    step_s: float | None = None
     times: dict[str, float] = field(default_factory=PhaseTimes()._asdict)
     reason: str = ""
-    seen_step: int = 0  # the run's step when the worker last reported
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointRow:
-    """One checkpoint. `seconds` from its snapshot to its commit; None: the journal does not say.
-
-    `stored`: it is in the store; None: nobody looked.
-    """
+class Checkpoint(NamedTuple):
+    """The newest checkpoint. `time` is None where the journal does not have it."""
 
     step: int
     time: float | None
-    seconds: float | None
-    stored: bool | None
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """A decision of the controller with its reason, in words."""
-
-    time: float
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +114,8 @@ class Report:
 
     name: str
     phase: RunPhase
-    reason: str  # how it ended, or the newest decision
+    reason: str  # how it ended, or the newest decision of the controller
+    decided: float | None  # when it was
     began: float
     until: float
     led_s: float  # seconds in which a controller led it
@@ -157,17 +128,16 @@ class Report:
     rollbacks: int
     last_line: float
     goodput: Goodput
-    rows_per_s: float | None = None  # in the last minute of reports
     exact: bool | None = None  # None: it has no result
     inexact_because: tuple[str, ...] = ()
-    curves: dict[str, list[CurvePoint]] = field(default_factory=dict)
+    metrics: dict[str, float | None] = field(default_factory=dict)  # newest; None: not finite
+    first_loss: float | None = None
     band: list[GroupSize] = field(default_factory=list)
     events: list[RunEvent] = field(default_factory=list)
     workers: list[WorkerRow] = field(default_factory=list)
     slow: list[SlowWorker] = field(default_factory=list)  # at its newest line
     failures: int = 0  # ends of generations since the last step
-    checkpoints: list[CheckpointRow] = field(default_factory=list)
-    decisions: list[Decision] = field(default_factory=list)
+    checkpoint: Checkpoint | None = None
     verdict: tuple[str, ...] = ()  # three sentences
 
     @property
