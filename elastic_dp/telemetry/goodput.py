@@ -36,9 +36,6 @@ class ControllerStarted:
 
     size: int  # the number of workers that the run wants
     takes_over: bool
-    rows_per_step: int = 0  # 0: not known
-    # rows of later steps, by the step after which they hold, where the batch grows
-    rows_later: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +105,6 @@ class GoodputMeter:
         self._redone = 0.0  # useful before the run went back to a checkpoint
         self._step = 0
         self._points: list[tuple[int, float]] = []  # (step, useful seconds up to its end)
-
-    @property
-    def step(self) -> int:
-        """The last committed step that was reported."""
-        return self._step
 
     def line(self, line: Mapping[str, Any]) -> None:
         """Take a line of the journal. Lines that say nothing about times, or that another program

@@ -4,8 +4,7 @@ Members of a generation do equal work for each micro-batch, and all wait for the
 each step. So seconds per micro-batch of waiting for data and of computing are compared with the
 median of the members, and so is the rest of a step. The time in collectives says nothing, since
 there each waits for the slowest. What tells a slow link is for how long that which a worker sends
-is under way to whichever member it reaches soonest. Of two members nobody can tell whose it is, nor
-if all links are slow: then a verdict without a worker compares with the first windows of the group.
+is under way to whichever member it reaches soonest. Of two members nobody can tell whose it is.
 
 Times are added up over windows of several steps. A worker is slow once `FOUND` of the last
 `WINDOWS` show it, and until fewer than `KEPT` do, so a stall, however long, neither makes a verdict
@@ -38,8 +37,7 @@ class SlowWorker:
     """A worker that slows the run down since `since` (of `time.time`) and the step after `step`.
 
     `ratio`: its time in `phase`, compared with what it would be at the pace of the others. `cost`:
-    the fraction of a step that the run would gain. `worker` is "" where nobody can tell whose the
-    slow link is.
+    the fraction of a step that the run would gain.
     """
 
     worker: str
@@ -52,20 +50,16 @@ class SlowWorker:
 
     @property
     def why(self) -> str:
-        what, usual = (
-            WORDS.get(self.phase, self.phase),
-            "with the others" if self.worker else "before",
-        )
+        what = WORDS.get(self.phase, self.phase)
         return (
-            f"{what} takes {self.ratio:.1f} times as long as {usual}, which costs the run "
+            f"{what} takes {self.ratio:.1f} times as long as with the others, which costs the run "
             f"{100 * self.cost:.0f} %"
         )
 
     def __str__(self) -> str:
         where = f" on node {self.node[:15]}" if self.node else ""
         since = time.strftime("%H:%M", time.localtime(self.since))
-        who = self.worker or "the link of some worker"
-        return f"{who}{where} is slow since {since} (step {self.step}): {self.why}"
+        return f"{self.worker}{where} is slow since {since} (step {self.step}): {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +97,6 @@ class SlowWorkers:
         self.window_s, self._generation = window_s, 0
         self._opened: tuple[float, Mapping[str, WorkerReport]] = 0.0, {}
         self._is_warm = False  # a window of this generation is over
-        self._first_s: list[float] = []  # for sending, in the first windows of this generation
         self._recent: dict[str, deque[_Window]] = {}
         self.found: dict[str, SlowWorker] = {}
 
@@ -117,7 +110,6 @@ class SlowWorkers:
         """Take the newest reports of all members, and update `found` if a window is over."""
         if generation != self._generation:
             self._generation, self._opened, self._is_warm = generation, (now, reports), False
-            self._first_s = []
             self.forget(self._recent.keys() - reports.keys())
             return
         since, before = self._opened
@@ -153,15 +145,6 @@ class SlowWorkers:
             limits = COST * whole_s, (RATIO - 1.0) * usual[worst], SPREAD * phases[worst][i][1]
             shows = cost > factor * COST and excess[worst] > factor * max(limits)
             self._add(worker, _Window(since, one.step, tuple(excess), usual, cost, shows), whole_s)
-        if len(self._first_s) < WINDOWS:
-            self._first_s.append(median_low(sending))
-            return
-        usual_s = median_low(self._first_s)
-        late_s = min(median_low(sending) - usual_s, min(waits))
-        shows = late_s > PAIR * max(COST * whole_s, usual_s)
-        step, nothing = min(one.step for one in before.values()), (0.0, 0.0, 0.0)
-        window = (*nothing, late_s), (*nothing, usual_s), late_s / whole_s, shows
-        self._add("", _Window(since, step, *window), whole_s)
 
     def _add(self, worker: str, window: _Window, whole_s: float) -> None:
         recent = self._recent.setdefault(worker, deque(maxlen=WINDOWS))

@@ -107,8 +107,4 @@ def test_slow_worker_is_named_within_minutes_with_its_phase_and_cost(phase, size
 
 def test_of_two_workers_nobody_is_named_for_the_link_between_them():
     fleet = Fleet(2, workers=2, micro_batches=4, slow=(slice(2), "collective", 3.0, 1800.0))
-    named = [found for _, found in fleet.run(SlowWorkers(), 3600.0) if found]
-    assert all(list(found) == [""] for found in named)
-    assert 1700 < named[0][""].since < 1900
-    assert "the link of some worker is slow since" in str(named[-1][""])
-    assert "sending in collectives takes" in named[-1][""].why and "before" in named[-1][""].why
+    assert not [found for _, found in fleet.run(SlowWorkers(), 3600.0) if found]

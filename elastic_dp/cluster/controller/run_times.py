@@ -2,7 +2,7 @@
 retry, from their heartbeats; and the goodput of the run.
 
 A heartbeat is only remembered. The journal gets the times of all workers at intervals, and those of
-a worker before its end, so that all but the retries is a function of the journal.
+a worker before its end, so that the goodput is a function of the journal.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_dp.coordinator.messages import HeartbeatReceived, WorkerId
-from elastic_dp.telemetry.data_rates import DataRates
+from elastic_dp.telemetry.data_rates import DataRate
 from elastic_dp.telemetry.goodput import (
     ControllerStarted,
     Goodput,
@@ -34,7 +34,7 @@ class RunTimes:
     def __init__(self, journal: Journal) -> None:
         self._journal, self._lock = journal, threading.Lock()
         self._retries: dict[WorkerId, int] = {}  # also of workers that are gone
-        self._meter, self._rates = GoodputMeter(), DataRates()
+        self._meter, self._rates = GoodputMeter(), DataRate({})
         self._newest: dict[WorkerId, tuple[float, ...]] = {}  # not in the journal yet
         self._step = 0
         self._due = time.monotonic() + INTERVAL_S
@@ -44,9 +44,9 @@ class RunTimes:
         """Record that a controller leads from now on. `rows_by_step`: the rows of a step, by the
         step after which they hold.
         """
-        first, *later = rows_by_step.items()
-        growth = {str(step): rows for step, rows in later}
-        self._journal.event(ControllerStarted(size, takes_over, first[1], growth))
+        with self._lock:
+            self._rates = DataRate(rows_by_step)
+        self._journal.event(ControllerStarted(size, takes_over))
 
     def heard(self, event: HeartbeatReceived) -> None:
         self._step = max(self._step, event.step)
@@ -111,4 +111,3 @@ class RunTimes:
             self._step = min(self._step, line["step"] or 0)  # the run goes back to it
         with self._lock:
             self._meter.line(line)
-            self._rates.line(line)

@@ -89,9 +89,7 @@ class SlowWorkerWatch:
                 for worker, one in found.items()
             )
             self._journal.event(SlowWorkersFound(tuple(map(asdict, self.found))))
-        due = [
-            one for one in found.values() if one.worker and now >= one.since + self._replace_after_s
-        ]
+        due = [one for one in found.values() if now >= one.since + self._replace_after_s]
         if due and now >= self._post_at:
             self._post_at = now + REPEAT_S
             worst = max(due, key=lambda one: one.cost)
