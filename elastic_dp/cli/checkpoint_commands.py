@@ -1,4 +1,4 @@
-"""`elastic-dp checkpoints`: lists, verifies and exports checkpoints.
+"""`elastic-dp checkpoints`: lists, exports and makes checkpoints.
 
 Modules that need torch are imported where they are used: `elastic-dp` starts without it.
 """
@@ -18,7 +18,7 @@ from elastic_dp.cli.run_options import (
     StorageOption,
     StoragePath,
     find_live_run,
-    name_and_path,
+    print_reply,
     storage_options,
 )
 from elastic_dp.cli.run_tables import text_table
@@ -38,68 +38,45 @@ _Url = Annotated[
         "folder: storage_path/name.",
     ),
 ]
-_Step = Annotated[int | None, typer.Option(help="The step to export. Default: the newest.")]
 
 
 @checkpoints.command("list")
 def list_(
     url: _Url,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Read every byte, and compare it with what was committed."),
+    ] = False,
     storage_path: StoragePath = None,
     storage_option: StorageOption = None,
     as_json: Json = False,
 ) -> None:
     """Print the committed checkpoints, oldest first, and damage that names and sizes of files
-    show.
+    show; with --verify, what their bytes show. Then the exit code is 1 if there is any.
     """
     catalog = _catalog(url, storage_path, storage_option)
-    rows = [_row(catalog, name) for name in catalog.names()]
+    rows = [_row(catalog, name, verify) for name in catalog.names()]
+    if verify and not rows:
+        raise CheckpointError(f"{catalog.store.url} has no committed checkpoint")
     if as_json:
         print(json.dumps(rows))
-        return
-    if not rows:
+    elif not rows:
         print(
             f"no committed checkpoints at {catalog.store.url}; a run's folder is its "
             "storage_path/name"
         )
-        return
-    lines = []
-    for row in rows:
-        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["saved_at"]))
-        metrics = ", ".join(f"{name}={value:.6g}" for name, value in row["metrics"].items())
-        words = str(row["step"]), str(row["claim"]), saved, f"{row['nbytes'] / 1e6:.1f}"
-        lines.append((*words, metrics))
-    print(text_table(("step", "claim", "saved", "MB", "metrics"), lines))
-    for row in rows:
-        if row["wrong"]:
-            print(f"step {row['step']}: {'; '.join(row['wrong'])}")
-
-
-@checkpoints.command()
-def verify(
-    url: _Url,
-    step: Annotated[int | None, typer.Option(help="Verify only this step. Default: all.")] = None,
-    storage_path: StoragePath = None,
-    storage_option: StorageOption = None,
-    as_json: Json = False,
-) -> None:
-    """Read every byte of every checkpoint (or of one step) and compare it with what was
-    committed.
-    """
-    from elastic_dp.checkpoint.checkpoint_reader import verify as verify_checkpoint
-
-    catalog = _catalog(url, storage_path, storage_option)
-    names = [name for name in catalog.names() if step in (None, name.step)]
-    if not names:
-        raise CheckpointError(
-            f"{catalog.store.url} has no committed checkpoint{f' of step {step}' if step else ''}"
-        )
-    wrong = {name.step: verify_checkpoint(catalog, name) for name in names}
-    if as_json:
-        print(json.dumps(wrong))
     else:
-        for number, words in wrong.items():
-            print(f"step {number}: {'; '.join(words) or 'intact'}")
-    if any(wrong.values()):
+        lines = []
+        for row in rows:
+            saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["saved_at"]))
+            metrics = ", ".join(f"{name}={value:.6g}" for name, value in row["metrics"].items())
+            words = str(row["step"]), str(row["claim"]), saved, f"{row['nbytes'] / 1e6:.1f}"
+            lines.append((*words, metrics))
+        print(text_table(("step", "claim", "saved", "MB", "metrics"), lines))
+        for row in rows:
+            if row["wrong"] or verify:
+                print(f"step {row['step']}: {'; '.join(row['wrong']) or 'intact'}")
+    if verify and any(row["wrong"] for row in rows):
         raise typer.Exit(1)
 
 
@@ -115,7 +92,9 @@ def export(
             "A name without an ending: the same as a torch.distributed.checkpoint.",
         ),
     ],
-    step: _Step = None,
+    step: Annotated[
+        int | None, typer.Option(help="The step to export. Default: the newest.")
+    ] = None,
     storage_path: StoragePath = None,
     storage_option: StorageOption = None,
     destination_option: Annotated[
@@ -130,10 +109,9 @@ def export(
     catalog = _catalog(url, storage_path, storage_option)
     commit = catalog.find("latest" if step is None else step)
     export_checkpoint(catalog, commit, StorageURL(destination, storage_options(destination_option)))
-    if as_json:
-        print(json.dumps({"step": commit.step, "destination": redact_url(destination)}))
-    else:
-        print(f"step {commit.step} → {redact_url(destination)}")
+    there = redact_url(destination)
+    facts = {"step": commit.step, "destination": there}
+    print_reply(facts, f"step {commit.step} → {there}", as_json)
 
 
 @checkpoints.command()
@@ -145,10 +123,8 @@ def save(
     as_json: Json = False,
 ) -> None:
     """Let a live run make a checkpoint of one of its next steps."""
-    name, storage_path = name_and_path(name, storage_path)
     find_live_run(name, address, storage_path, storage_option).checkpoint()
-    done = "a checkpoint of one of the next steps will be made"
-    print(json.dumps({"name": name}) if as_json else done)
+    print_reply({"name": name}, "a checkpoint of one of the next steps will be made", as_json)
 
 
 def _catalog(url: str, storage_path: str | None, said: list[str] | None) -> Catalog:
@@ -163,13 +139,17 @@ def _catalog(url: str, storage_path: str | None, said: list[str] | None) -> Cata
     return Catalog(Store(url, options))
 
 
-def _row(catalog: Catalog, name: CommitName) -> dict[str, Any]:
-    from elastic_dp.checkpoint.checkpoint_reader import missing_files
+def _row(catalog: Catalog, name: CommitName, verify: bool) -> dict[str, Any]:
+    from elastic_dp.checkpoint import checkpoint_reader
 
     row = {"step": name.step, "claim": name.fence, "saved_at": 0.0, "nbytes": 0, "metrics": {}}
     try:
         commit = catalog.read(name)
     except (CheckpointDamaged, CheckpointError) as error:
         return {**row, "wrong": [str(error)]}
+    if verify:
+        wrong = checkpoint_reader.verify(catalog, name)
+    else:
+        wrong = checkpoint_reader.missing_files(catalog, commit)
     metadata = {"saved_at": commit.metadata.saved_at, "metrics": dict(commit.metadata.metrics)}
-    return {**row, **metadata, "nbytes": commit.nbytes, "wrong": missing_files(catalog, commit)}
+    return {**row, **metadata, "nbytes": commit.nbytes, "wrong": wrong}

@@ -39,7 +39,7 @@ _UsageError: Any = typer.BadParameter.__base__
 
 _REMOVED = {  # verb of an earlier version: what to write instead
     "list": "status",
-    "top": "status --watch",
+    "top": "report RUN --live",
     "events": "logs RUN --events",
     "drain": "scale RUN --drain WORKER",
     "checkpoint": "checkpoints save RUN",
@@ -49,6 +49,11 @@ _REMOVED = {  # verb of an earlier version: what to write instead
 }
 _TUNNEL = "the page is served on this machine alone: ssh -L 8642:127.0.0.1:8642 HOST forwards it"
 _REMOVED_OPTIONS = {  # (verb, option) of an earlier version
+    ("checkpoints", "verify"): "use: elastic-dp checkpoints list RUN --verify",
+    ("status", "--watch"): "use: watch -n 1 elastic-dp status, or report RUN --live",
+    ("scale", "--min-workers"): "set it by: run JOB.py --restart --set scaling.min_workers=N",
+    ("scale", "--within-s"): "a drained worker leaves once it is replaced: leave it out",
+    ("stop", "--reason"): "the result says that an operator asked: leave it out",
     **{("report", option): _TUNNEL for option in ("--host", "--allow-host")},
     ("data", "--rows-per-group"): "set --row-group-bytes",
     ("data", "--csv-option"): "give the rows of a reader of CSV to write_shards, such as "
@@ -105,10 +110,11 @@ _SETTINGS: dict[str, Any] = {"no_args_is_help": True, "pretty_exceptions_show_lo
 app = typer.Typer(cls=_Verbs, help="Elastic data-parallel training.", **_SETTINGS)
 app.add_typer(data_commands.data, name="data")
 app.add_typer(checkpoint_commands.checkpoints, name="checkpoints")
-app.command()(status_command.status)
-run_commands.add_to(app)
-app.command()(report_command.report)
-app.command()(doctor_command.doctor)
+for _verb in (
+    *(status_command.status, run_commands.run, run_commands.logs, run_commands.scale),
+    *(run_commands.stop, run_commands.rewind, report_command.report, doctor_command.doctor),
+):
+    app.command()(_verb)
 
 
 def _print_version(wanted: bool) -> None:

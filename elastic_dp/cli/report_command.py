@@ -38,9 +38,7 @@ def report(
     ] = False,
     control: Annotated[
         bool,
-        typer.Option(
-            "--control", help="Let whoever has the token scale, drain, checkpoint and stop it."
-        ),
+        typer.Option("--control", help="Let whoever has the token scale, checkpoint and stop it."),
     ] = False,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="The port to listen on; 0: any free one.")
@@ -62,8 +60,8 @@ def report(
         ),
     ] = False,
 ) -> None:
-    """Write the report of a run as one HTML file that needs nothing else: loss, workers with every
-    event, goodput, checkpoints, decisions and a verdict. With --live, serve it instead.
+    """Write the report of a run as one HTML file that needs nothing else: a verdict, workers with
+    every event, and goodput. With --live, serve it instead.
 
     The printed address has the token, without which nobody reads or steers the run: also other
     users of this machine reach its ports. ELASTIC_DP_UI_TOKEN sets another one.

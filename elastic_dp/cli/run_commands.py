@@ -12,7 +12,6 @@ import contextlib
 import json
 import re
 import runpy
-import signal
 import sys
 import time
 import traceback
@@ -32,9 +31,10 @@ from elastic_dp.cli.run_options import (
     find_live_run,
     find_run,
     name_and_path,
+    print_reply,
     storage_options,
 )
-from elastic_dp.errors import ElasticError, Interrupted, SpecError
+from elastic_dp.errors import ElasticError, SpecError
 from elastic_dp.wording import counted
 
 _RunAddress = Annotated[
@@ -81,7 +81,29 @@ def run(
     Running it again attaches to the live run, continues from its newest checkpoint, or returns the
     result of a finished run.
     """
-    raise typer.Exit(_run(job, arguments or [], set_ or [], restart, address, as_json))
+    from elastic_dp.cluster.overrides import Overrides, overriding
+    from elastic_dp.run_record import read_result
+
+    overrides = Overrides(set_ or [], restarts=restart)
+    if address is not None:
+        from elastic_dp.cluster.ray.cluster_connection import connect
+
+        connect(address)
+    with contextlib.ExitStack() as stack:
+        if as_json:
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        stack.enter_context(overriding(overrides))
+        stack.enter_context(_as_script(job, arguments or []))
+        code, error = _execute(job)
+    if set_ and not overrides.urls and code == 0:
+        raise SpecError(f"--set changed nothing: {job} makes no ElasticTrainer")
+    if as_json:
+        # Where it failed, what is stored is of a start before.
+        results = [(url, None if code else read_result(url)) for url in overrides.urls]
+        ended = [{"url": url} | (asdict(result) if result else {}) for url, result in results]
+        said = {"exit_code": code} | ({"error": error} if error else {}) | {"runs": ended}
+        print(json.dumps(said, default=str))
+    raise typer.Exit(code)
 
 
 def logs(
@@ -107,17 +129,13 @@ def logs(
     The run's folder has the output of all workers: logs/WORKER.log and, for workers that died,
     logs/WORKER.last.log.
     """
-    printed = events
-    name, storage_path = name_and_path(name, storage_path)
-    found = find_run(name, address, storage_path, storage_option)
-    with _sigterm_exits():
-        for record in found.events(follow=follow) if events else ():
-            words = json.dumps(record, default=str) if as_json else _journal_line(record)
-            print(words, flush=True)
-        for each, line in () if events else found.logs(worker, tail=tail, follow=follow):
-            words = json.dumps({"worker": each, "line": line}) if as_json else f"{each}  {line}"
-            print(words, flush=True)
-            printed = True
+    found, printed = find_run(name, address, storage_path, storage_option), events
+    for record in found.events(follow=follow) if events else ():
+        print(json.dumps(record, default=str) if as_json else _journal_line(record), flush=True)
+    for each, line in () if events else found.logs(worker, tail=tail, follow=follow):
+        words = json.dumps({"worker": each, "line": line}) if as_json else f"{each}  {line}"
+        print(words, flush=True)
+        printed = True
     if not printed:
         print(
             f"no worker of {name} has printed anything that is kept. A run in one process "
@@ -132,15 +150,9 @@ def scale(
         int | None,
         typer.Argument(help="The maximum number of workers, within min_workers..virtual_workers."),
     ] = None,
-    min_workers: Annotated[
-        int | None, typer.Option(help="The minimum number of workers. Default: unchanged.")
-    ] = None,
     drain: Annotated[
         str | None,
         typer.Option(metavar="WORKER", help="Let this one leave once it is replaced."),
-    ] = None,
-    within_s: Annotated[
-        float | None, typer.Option(help="Seconds until the drained worker must be gone.")
     ] = None,
     kill: Annotated[
         str | None,
@@ -151,37 +163,24 @@ def scale(
     address: Address = None,
     as_json: Json = False,
 ) -> None:
-    """Change the maximum, or the minimum, number of workers of a run, or drain or kill a worker."""
-    if drain is None and within_s is not None:
-        raise SpecError("--within-s is the time of the worker that --drain names")
-    if drain is not None and kill is not None:
-        raise SpecError("--drain lets a worker leave, and --kill does not: give one of them")
-    name, storage_path = name_and_path(name, storage_path)
+    """Change the maximum number of workers of a run, or drain or kill a worker."""
+    if [size, drain, kill].count(None) != 2:
+        raise SpecError("give one of: a SIZE, --drain WORKER, --kill WORKER")
     found = find_live_run(name, address, storage_path, storage_option)
     if drain is not None:
-        found.drain(drain, within_s)
-    if kill is not None:
+        found.drain(drain)
+        print_reply({"name": name, "worker": drain}, f"{drain} leaves once it is replaced", as_json)
+    elif kill is not None:
         found.kill(kill)
-    if (worker := drain or kill) is not None and size is None and min_workers is None:
-        done = f"{kill} is killed" if kill else f"{drain} leaves once it is replaced"
-        _print_reply({"name": name, "worker": worker}, done, as_json)
-        return
-    status = found.status()
-    found.scale(size, min_workers=min_workers)
-    present = status["world_size"]
-    wanted = status["size"] if size is None else size
-    leave = counted(present - wanted, "worker leaves", "workers leave")
-    train = counted(present, "worker trains", "workers train")
-    kind = f"a scale-down: {leave}" if wanted < present else f"{train} now"
-    least = "" if min_workers is None else f", at least {min_workers} needed"
-    facts = {"name": name, "size": wanted, "present": present}
-    facts |= {} if min_workers is None else {"min_workers": min_workers}
-    _print_reply(facts, f"{counted(wanted, 'worker')} asked for{least}; {kind}", as_json)
+        print_reply({"name": name, "worker": kill}, f"{kill} is killed", as_json)
+    else:
+        found.scale(size)
+        words = f"{counted(size or 0, 'worker')} asked for"
+        print_reply({"name": name, "size": size}, words, as_json)
 
 
 def stop(
     name: Name,
-    reason: Annotated[str, typer.Option(help="Stored with the result.")] = "asked by an operator",
     wait: Annotated[bool, typer.Option(help="Wait for the end and print the result.")] = False,
     storage_path: StoragePath = None,
     storage_option: StorageOption = None,
@@ -191,16 +190,13 @@ def stop(
     """End a run after one of its next steps, with a checkpoint. Running it again continues from
     there.
     """
-    name, storage_path = name_and_path(name, storage_path)
     found = find_live_run(name, address, storage_path, storage_option)
-    found.stop(reason)
-    if not wait:
-        _print_reply(
-            {"name": name, "reason": reason}, f"{name} ends after one of its next steps", as_json
-        )
-        return
-    result = found.result()
-    _print_reply(asdict(result), f"{name} ended after step {result.step}: {result.reason}", as_json)
+    found.stop()
+    facts, words = {"name": name}, f"{name} ends after one of its next steps"
+    if wait:
+        result = found.result()
+        facts, words = asdict(result), f"{name} ended after step {result.step}: {result.reason}"
+    print_reply(facts, words, as_json)
 
 
 def rewind(
@@ -236,48 +232,10 @@ def rewind(
     url = EndedRun(name, folder, storage_options(storage_option)).url
     step = rewinding.rewind(url, to_step, stretch)
     facts = {"name": name, "step": step, "leave_out": stretch}
-    _print_reply(facts, f"{name} goes on from step {step}{rows}, when it is started again", as_json)
-
-
-def add_to(app: typer.Typer) -> None:
-    for verb in (run, logs, scale, stop, rewind):
-        app.command()(verb)
+    print_reply(facts, f"{name} goes on from step {step}{rows}, when it is started again", as_json)
 
 
 # ---------------------------------------------------------------------------------- private
-
-
-def _run(
-    job: Path,
-    arguments: list[str],
-    texts: list[str],
-    restart: bool,
-    address: str | None,
-    as_json: bool,
-) -> int:
-    from elastic_dp.cluster.overrides import Overrides, overriding
-    from elastic_dp.run_record import read_result
-
-    overrides = Overrides(texts, restarts=restart)
-    if address is not None:
-        from elastic_dp.cluster.ray.cluster_connection import connect
-
-        connect(address)
-    with contextlib.ExitStack() as stack:
-        if as_json:
-            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        stack.enter_context(overriding(overrides))
-        stack.enter_context(_as_script(job, arguments))
-        code, error = _execute(job)
-    if texts and not overrides.urls and code == 0:
-        raise SpecError(f"--set changed nothing: {job} makes no ElasticTrainer")
-    if as_json:
-        # Where it failed, what is stored is of a start before.
-        results = [(url, None if code else read_result(url)) for url in overrides.urls]
-        ended = [{"url": url} | (asdict(result) if result else {}) for url, result in results]
-        said = {"exit_code": code} | ({"error": error} if error else {}) | {"runs": ended}
-        print(json.dumps(said, default=str))
-    return code
 
 
 def _execute(job: Path) -> tuple[int, str]:
@@ -311,28 +269,6 @@ def _as_script(job: Path, arguments: list[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv, sys.path[:] = argv, path
-
-
-@contextlib.contextmanager
-def _sigterm_exits() -> Iterator[None]:
-    """Let SIGTERM end a command with exit code 143 and without a word.
-
-    Ray, whose handler is in place once a run is found, prints a stack trace instead.
-    """
-    from elastic_dp.cluster.console import sigterm_interrupts
-
-    try:
-        with sigterm_interrupts():
-            yield
-    except Interrupted:  # also a KeyboardInterrupt, which would be reported as Ctrl-C
-        raise typer.Exit(128 + signal.SIGTERM) from None
-
-
-def _print_reply(facts: dict[str, Any], words: str, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(facts, default=str))
-    else:
-        print(words)
 
 
 def _journal_line(line: dict[str, Any]) -> str:

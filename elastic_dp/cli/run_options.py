@@ -7,6 +7,7 @@ is found by its storage path, without a cluster.
 from __future__ import annotations
 
 import contextlib
+import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -67,6 +68,10 @@ def name_and_path(name: str, storage_path: str | None) -> tuple[str, str | None]
     return name, storage_path or "/"
 
 
+def print_reply(facts: dict[str, Any], words: str, as_json: bool) -> None:
+    print(json.dumps(facts, default=str) if as_json else words)
+
+
 def find_run(
     name: str, address: str | None, storage_path: str | None, storage_option: list[str] | None
 ) -> Run | EndedRun:
@@ -74,6 +79,7 @@ def find_run(
     without Ray. Without a storage path, a live run of any folder comes before one in the default
     folder, unless `address` is given: only that cluster is asked then.
     """
+    name, storage_path = name_and_path(name, storage_path)
     from elastic_dp.cluster.runs.ended_run import EndedRun
     from elastic_dp.run_record import default_storage_path
 
@@ -110,7 +116,7 @@ def find_live_run(
     if isinstance(found, Run):
         from elastic_dp.cluster.runs.attach import check_may_steer
 
-        check_may_steer(found, storage_path)
+        check_may_steer(found, name_and_path(name, storage_path)[1])
         return found
     status = found.status()
     raise ClusterError(

@@ -13,6 +13,7 @@ from elastic_dp.report.run_status import Health, loss_of
 from elastic_dp.wording import counted, duration, share
 
 _MOST_CHARACTERS = 160  # of a text in a table of many runs
+_COLUMNS = ("step", "loss", "workers", "goodput", "saved", "age", "last event")
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -29,40 +30,26 @@ def one_line(value: Any, most: int | None = None) -> str:
     return text if most is None or len(text) <= most else text[: most - 1] + "…"
 
 
-def is_over(status: Mapping[str, Any]) -> bool:
-    return status["health"] in (Health.FINISHED, Health.FAILED)
-
-
 def overview_table(statuses: Sequence[Mapping[str, Any]]) -> str:
     """Return the table of `status`: what matters first."""
-    header = ("run", "health", "step", "loss", "workers", "goodput", "saved", "age", "last event")
     rows = []
     for one in statuses:
-        text, event_age_s = _newest_event(one)
-        goodput = one.get("goodput")
-        rows.append(
-            (
-                one_line(one["name"]),
-                one["health"],
-                _step(one, "/"),
-                _number(loss_of(one)),
-                "-" if is_over(one) else f"{one.get('world_size', 0)}/{one.get('size', 0)}",
-                "-" if goodput is None else share(goodput, 1.0),
-                _age((one.get("newest_checkpoint") or {}).get("age_s")),
-                _age(event_age_s),
-                one_line(text or one["health_reason"], _MOST_CHARACTERS),
-            )
+        facts = _facts(one)
+        facts["last event"] = one_line(
+            facts["last event"] or one["health_reason"], _MOST_CHARACTERS
         )
-    return text_table(header, rows)
+        cells = (facts[column] or "-" for column in _COLUMNS)
+        rows.append((one_line(one["name"]), one["health"], *cells))
+    return text_table(("run", "health", *_COLUMNS), rows)
 
 
 def run_text(one: Mapping[str, Any]) -> str:
-    """Return one run: its health, what is known of it, what matters first, and its workers."""
-    facts = [(name, value) for name, value in _facts(one) if value not in ("", "-")]
+    """Return one run: its health, what is known of it, and its workers."""
+    facts = {name: value for name, value in (_facts(one) | _details(one)).items() if value}
     reason = f": {one_line(one['health_reason'])}" if one["health_reason"] else ""
-    width = max((len(name) for name, _ in facts), default=0)
+    width = max(map(len, facts), default=0)
     lines = [f"{one_line(one['name'])}: {one['health']}{reason}"]
-    lines += [f"  {name.ljust(width)}  {value}" for name, value in facts]
+    lines += [f"  {name.ljust(width)}  {value}" for name, value in facts.items()]
     processes, nothing = one.get("processes", {}), {"pid": "-", "node": "-"}
     rows = [
         tuple(map(one_line, (name, stage, *processes.get(name, nothing).values())))
@@ -76,62 +63,46 @@ def run_text(one: Mapping[str, Any]) -> str:
 # ---------------------------------------------------------------------------------- private
 
 
-def _facts(one: Mapping[str, Any]) -> list[tuple[str, str]]:
-    number, total, goodput = one.get("generation", 0), one.get("max_steps"), one.get("goodput")
-    workers = f"generation {number}"
-    if not is_over(one):
-        workers = f"{one.get('world_size', 0)} of {one.get('size', 0)}, {workers}"
-    elif not number:  # it never had a group of workers, or was trained in one process
-        workers = ""
-    text, event_age_s = _newest_event(one)
-    rows_per_s, checkpoint = one.get("rows_per_s"), one.get("newest_checkpoint")
-    saved = "" if is_over(one) else "none yet"
-    if checkpoint is not None:
-        saved = _ago(checkpoint["age_s"], f"step {checkpoint['step']}")
+def _facts(one: Mapping[str, Any]) -> dict[str, str]:
+    """Return what is known of a run, by column. "": nothing."""
+    is_over = one["health"] in (Health.FINISHED, Health.FAILED)
+    total, goodput, loss = one.get("max_steps"), one.get("goodput"), loss_of(one)
+    saved, event = one.get("newest_checkpoint") or {}, one.get("newest_event") or {}
+    return {
+        "step": f"{one.get('step', 0)}" + ("" if total is None else f"/{total}"),
+        "loss": "" if loss is None else f"{loss:.4g}",
+        "workers": "" if is_over else f"{one.get('world_size', 0)}/{one.get('size', 0)}",
+        "goodput": "" if goodput is None else share(goodput, 1.0),
+        "saved": _age(saved),
+        "age": _age(event),
+        "last event": one_line(event.get("text") or one.get("reason", "")),
+    }
+
+
+def _details(one: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a run alone is shown with."""
+    saved, number, waits_for = (
+        one.get(name) for name in ("newest_checkpoint", "generation", "waits_for")
+    )
     metrics = [
-        f"{one_line(name)} {_number(value) if isinstance(value, float) else one_line(value, 60)}"
+        f"{one_line(name)} {value:.4g}"
+        if isinstance(value, float)
+        else f"{one_line(name)} {one_line(value, 60)}"
         for name, value in one.get("metrics", {}).items()
         if name != "loss" and value is not None
     ]
-    lost, back = one.get("lost", 0), one.get("rollbacks", 0)
-    went_back = f", and {counted(back, 'time')} back to a checkpoint" if back else ""
-    waits, started_s = one.get("waits_for"), one.get("started_age_s")
-    phase = f"{one.get('phase')}: {one_line(one.get('reason', ''))}"
-    return [
-        ("step", _step(one, " of ") + (f" ({share(one['step'], total)})" if total else "")),
-        ("loss", _number(loss_of(one))),
-        ("workers", workers),
-        ("phase", "" if "report" in one else phase),
-        ("metrics", ", ".join(metrics)),
-        *(("not exact", one_line(why)) for why in one.get("inexact_because", ())),
-        ("sharding", one_line(one.get("sharding") or "")),
-        ("waits for", f"a node: {one_line(waits)}" if waits else ""),
-        ("lost", counted(lost, "worker") + went_back if lost or back else ""),
-        ("started", "" if started_s is None else f"{duration(started_s)} ago"),
-        ("last event", _ago(event_age_s, one_line(text))),
-        ("goodput", "" if goodput is None else share(goodput, 1.0)),
-        ("rows/s", "" if rows_per_s is None else f"{rows_per_s:,.0f}"),
-        ("checkpoint", saved),
-    ]
+    return {
+        "phase": ""
+        if "report" in one
+        else f"{one.get('phase')}: {one_line(one.get('reason', ''))}",
+        "generation": str(number) if number else "",
+        "checkpoint": f"step {saved['step']}" if saved else "",
+        "metrics": ", ".join(metrics),
+        "not exact": one_line("; ".join(one.get("inexact_because", ()))),
+        "waits for": f"a node: {one_line(waits_for)}" if waits_for else "",
+        "lost": counted(one["lost"], "worker") if one.get("lost") else "",
+    }
 
 
-def _step(one: Mapping[str, Any], of: str) -> str:
-    total = one.get("max_steps")
-    return f"{one.get('step', 0)}" + ("" if total is None else f"{of}{total}")
-
-
-def _newest_event(one: Mapping[str, Any]) -> tuple[str, float | None]:
-    event = one.get("newest_event") or {}
-    return str(event.get("text") or one.get("reason", "")), event.get("age_s")
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
-
-
-def _age(seconds: float | None) -> str:
-    return "-" if seconds is None else duration(seconds)
-
-
-def _ago(seconds: float | None, text: str) -> str:
-    return text if seconds is None or not text else f"{text} ({duration(seconds)} ago)"
+def _age(of: Mapping[str, Any]) -> str:
+    return "" if of.get("age_s") is None else duration(of["age_s"])

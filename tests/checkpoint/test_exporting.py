@@ -108,7 +108,7 @@ def test_list_and_verify(run):
     listed = invoke("list", run)
     assert listed.exit_code == 0 and "accuracy=0.1" in listed.stdout and "20" in listed.stdout
     assert '"step": 10' in invoke("list", run, "--json").stdout
-    verified = invoke("verify", run)
+    verified = invoke("list", run, "--verify")
     assert verified.exit_code == 0 and verified.stdout.count("intact") == 2
 
 
@@ -120,7 +120,7 @@ def test_damage_is_told_and_skipped(tmp_path):
     content = bytearray(part.read_bytes())
     content[-1] ^= 1
     part.write_bytes(content)
-    result = invoke("verify", tmp_path)
+    result = invoke("list", tmp_path, "--verify")
     assert result.exit_code == 1 and "step 2: " in result.stdout and part.name in result.stdout
     loaded = load_state(str(tmp_path))
     assert loaded.step == 1 and "step 2 is damaged" in loaded.damaged[0]
@@ -130,11 +130,10 @@ def test_damage_is_told_and_skipped(tmp_path):
     assert "is missing" in invoke("list", tmp_path).stdout
 
 
-@pytest.mark.parametrize("verb", ["verify", "export"])
-def test_verbs_without_a_committed_checkpoint_say_so(verb, tmp_path):
-    words = [tmp_path, tmp_path / "x.pt"] if verb == "export" else [tmp_path]
-    result = invoke(verb, *words)
-    assert result.exit_code == 2 and "no committed checkpoint" in result.stderr
+def test_verbs_without_a_committed_checkpoint_say_so(tmp_path):
+    for words in (["list", tmp_path, "--verify"], ["export", tmp_path, tmp_path / "x.pt"]):
+        result = invoke(*words)
+        assert result.exit_code == 2 and "no committed checkpoint" in result.stderr
     assert "no committed" in invoke("list", tmp_path).stdout
 
 

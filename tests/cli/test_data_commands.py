@@ -98,7 +98,7 @@ def test_errors_are_one_line_and_code_2(tmp_path):
     ("arguments", "error"),
     [
         (("data", "convert", "EMPTY", "x"), "DataError: no file at"),
-        (("checkpoints", "verify", "EMPTY"), "CheckpointError: "),
+        (("checkpoints", "list", "EMPTY", "--verify"), "CheckpointError: "),
         (("status", "mine", "--storage-path", "EMPTY"), "ClusterError: no run named 'mine' is at"),
         (("run", "SCRIPT", "--set", "nonsense"), "SpecError: "),
         (("run", "SCRIPT", "--", "words", "--json"), None),
@@ -163,7 +163,7 @@ WITHOUT_RAY = {
     "data inspect data": {"pyarrow", "numpy"},
     "data convert data converted": {"pyarrow", "numpy"},
     "checkpoints list mine": set(),
-    "checkpoints verify mine": set(),
+    "checkpoints list mine --verify": set(),
     "status mine --storage-path .": set(),
     "logs mine --storage-path .": set(),
     "status --storage-path .": set(),
@@ -172,7 +172,12 @@ WITHOUT_RAY = {
 
 # A page of help, and a command of each group; the others go the same ways.
 IN_CI = (
-    *("--help", "data inspect data", "data convert data converted", "checkpoints verify mine"),
+    *(
+        "--help",
+        "data inspect data",
+        "data convert data converted",
+        "checkpoints list mine --verify",
+    ),
     *("status mine --storage-path .", "status --storage-path ."),
 )
 

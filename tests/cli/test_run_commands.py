@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import socket
 import types
 
@@ -10,14 +9,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from elastic_dp.cli import app, run_commands
+from elastic_dp.cli import app
 from elastic_dp.errors import ClusterError
 from elastic_dp.run_record import Result, RunLimits, write_result
 
 VERBS = {
     *("run", "status", "logs", "scale", "stop", "rewind", "report", "doctor"),
     *("data convert", "data inspect"),
-    *("checkpoints list", "checkpoints save", "checkpoints verify", "checkpoints export"),
+    *("checkpoints list", "checkpoints save", "checkpoints export"),
 }
 
 
@@ -52,7 +51,7 @@ def test_verb_that_steers_a_run_which_has_ended_says_how_it_ended(verb, tmp_path
 
 @pytest.mark.parametrize(
     ("verb", "now"),
-    [("list", "status"), ("top", "status --watch"), ("ui", "report RUN --live")],
+    [("list", "status"), ("top", "report RUN --live"), ("drain", "scale RUN --drain WORKER")],
 )
 def test_verb_of_an_earlier_version_is_refused_with_the_one_of_today(verb, now):
     said = CliRunner().invoke(app, [verb, "mine"])
@@ -77,7 +76,11 @@ def test_status_of_a_misspelt_run_suggests_the_one_that_is_meant(tmp_path):
     ("words", "error"),
     [
         (["report", "--output", "x.html"], "SpecError: --output names a file for the page"),
-        (["scale", "--within-s", "3"], "--within-s is the time of the worker that --drain names"),
+        (["scale", "3", "--drain", "w1"], "give one of: a SIZE, --drain WORKER, --kill WORKER"),
+        (["scale"], "give one of: a SIZE, --drain WORKER, --kill WORKER"),
+        (["scale", "--within-s", "3"], "--within-s does not exist any more"),
+        (["stop", "--reason", "x"], "--reason does not exist any more"),
+        (["status", "--watch"], "--watch does not exist any more; use: watch -n 1 elastic-dp"),
         (["rewind", "--to-step", "7", "--leave-out", "9-12"], "must be two steps, as in"),
         (["status", "--storage-option", "=x"], "--storage-option … must be of the form NAME=VALUE"),
     ],
@@ -86,53 +89,6 @@ def test_option_that_would_change_nothing_is_refused(words, error, tmp_path):
     words = [words[0], "mine", *words[1:], "--storage-path", str(tmp_path), "--json"]
     said = CliRunner().invoke(app, words)
     assert said.exit_code == 2 and error in json.loads(said.stdout)["error"]
-
-
-class Followed:
-    """A run that gets SIGTERM while it is followed; Ray's calls raise a plain KeyboardInterrupt
-    for it."""
-
-    def __init__(self, swallows):
-        self.swallows = swallows
-
-    def events(self, *, follow):
-        yield {"time": 0.0, "command": "Explain", "text": "hello"}
-        self.wait()
-
-    def logs(self, worker, *, tail, follow):
-        yield "w1", "hello"
-        self.wait()
-
-    def wait(self):
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-        except KeyboardInterrupt:
-            if self.swallows:
-                raise KeyboardInterrupt from None
-            raise
-        raise AssertionError("the signal did nothing")
-
-
-def present(number, frame):
-    """A handler as Ray's, which exits otherwise."""
-    raise SystemExit(15)
-
-
-present.__module__ = "ray.stands_in"
-
-
-@pytest.mark.parametrize("swallows", [False, True])
-@pytest.mark.parametrize("events", [["--events"], []])
-def test_sigterm_ends_a_follower_with_143_and_without_a_word(events, swallows, monkeypatch):
-    monkeypatch.setattr(run_commands, "find_run", lambda *_: Followed(swallows))
-    before = signal.signal(signal.SIGTERM, present)
-    try:
-        said = CliRunner().invoke(app, ["logs", "job", "-f", *events], catch_exceptions=False)
-        assert signal.getsignal(signal.SIGTERM) is present
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert (said.exit_code, said.stderr) == (143, "")
-    assert said.stdout.rstrip().endswith("hello")
 
 
 @pytest.mark.parametrize("address", [[], ["--address", "head:6379"]])

@@ -47,7 +47,7 @@ def test_drill_on_a_copied_run_ends_with_the_undisturbed_weights(tmp_path, late)
         part.unlink()
 
     assert "6" in asked("checkpoints", "list", west)
-    asked("checkpoints", "verify", west, code=int(late))
+    asked("checkpoints", "list", west, "--verify", code=int(late))
     shutil.copytree(west, tmp_path / "drill" / "gpt")
     restored = fit(tmp_path / "drill", 9)
     assert restored.step == 9

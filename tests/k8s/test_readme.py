@@ -91,7 +91,7 @@ def test_readme_commands_name_verbs_flags_and_fields_that_exist():
                 field = words[place + 1].partition("=")[0]
                 known = field == "storage_path" or is_field(JobSpec, field.split("."))
                 assert known or field == "FIELD", field
-    wanted = {"status", "scale", "stop", "run", "logs", "convert", "list", "verify", "save"}
+    wanted = {"status", "scale", "stop", "run", "logs", "convert", "list", "save"}
     assert wanted <= verbs
 
 

@@ -92,8 +92,8 @@ def test_the_commands_read_a_run_by_storage_options(far):
     assert [row["name"] for row in json.loads(run("status", "--json", *where))] == ["far"]
     assert "step" in run("logs", "far", "--events", *where)
     run("logs", "far", *where)
-    verified = json.loads(run("checkpoints", "verify", f"{path}/far", "--json", *given))
-    assert verified == {"4": []}
+    [row] = json.loads(run("checkpoints", "list", f"{path}/far", "--verify", "--json", *given))
+    assert (row["step"], row["wrong"]) == (4, [])
     to = [word.replace("--storage", "--destination") for word in given]
     run("checkpoints", "export", f"{path}/far", f"{path}/far.pt", *given, *to)
     folder = ["checkpoints", "export", f"{path}/far", f"{path}/folder", *given, *to]

@@ -5,16 +5,8 @@ from math import inf, nan
 
 import pytest
 
-from elastic_dp.telemetry.goodput import GoodputMeter
+from elastic_dp.telemetry.goodput import goodput_of
 from elastic_dp.telemetry.phase_clock import PhaseClock, PhaseTimes
-
-
-def goodput_of(lines):
-    """The goodput of the runs in a journal, up to its last line."""
-    meter = GoodputMeter()
-    for line in lines:
-        meter.line(line)
-    return meter.goodput()
 
 
 def spans(lines):

@@ -16,10 +16,11 @@ from elastic_dp.coordinator.messages import (
     TrainingPosition,
     WorkerLost,
 )
+from elastic_dp.telemetry.goodput import goodput_of
 from elastic_dp.telemetry.journal import Journal
 from tests.patience import eventually
 from tests.runs import ENDLESS, goes_on, group, lines_of, spec_of
-from tests.telemetry.test_goodput import counted, goodput_of
+from tests.telemetry.test_goodput import counted
 
 
 def train(ctx):
