@@ -262,7 +262,11 @@ def _train(module: Any, ctx: TrainContext, *, of_steps: dict[str, Any], **settin
         module.log = body.log  # log_dict calls it, too
         state = {f"scheduler{i}": config.scheduler for i, config in enumerate(configs)}
         state["lightning"] = body
-        for step in ctx.steps(module, optimizers[0], body.loss, state=state, **of_steps):
+
+        def loss_fn(_: Any, batch: Any) -> Any:
+            return body.loss(batch)
+
+        for step in ctx.steps(module, optimizers[0], loss_fn, state=state, **of_steps):
             body.run(step)
     finally:
         vars(module).pop("log", None)
@@ -347,7 +351,7 @@ class _Body:
         if by_epoch:
             self._logged[f"epoch {name}{'_epoch' * by_step}"] = value
 
-    def loss(self, _: Any, counted: Any) -> Any:
+    def loss(self, counted: Any) -> Any:
         """The loss function of `ctx.steps`."""
         _, rows, batch = counted
         self._logged, self._by_step = {}, True
