@@ -42,6 +42,10 @@ class StepsArguments:
     participants: Sequence[StepParticipant] = ()
     rounding: Callable[[torch.dtype], GradientRounding] | None = None
 
+    @property
+    def rounding_name(self) -> str | None:
+        return None if self.rounding is None else getattr(self.rounding, "__qualname__", "other")
+
 
 def check_clipping(name: str, limit: Any) -> None:
     """Raises SpecError unless `limit`, of the argument `name`, is a largest norm or None."""

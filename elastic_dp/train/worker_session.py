@@ -272,7 +272,7 @@ class WorkerSession:
         self._signature = Signature(digest, self.data.fingerprint, kind, software, lines)
         self.state.kinds = [kind]
         if self.checkpoints is not None:
-            self.checkpoints.open(self, self._signature)
+            self.checkpoints.open(self, self._signature, given)
             self._opened_checkpoints = self.checkpoints
         elif self.gang is not None and self.gang.helps_to_gather:
             from elastic_dp.train.checkpointing.worker_checkpointer import FollowerCheckpoints

@@ -471,7 +471,7 @@ def writes_in_the_loss(m, b):
     return cross_entropy(m, b)
 
 
-@refused(LossError, "the loss function changed model.critic.weight")
+@refused(LossError, "the loss function called other.step(), of a second optimizer")
 def trains_a_critic_in_the_loss(ctx):
     """parameters written in the loss of a later step (by another optimizer, as GANs do)"""
     model = nn.ModuleDict({"net": classifier(), "critic": nn.Linear(4, 1)})

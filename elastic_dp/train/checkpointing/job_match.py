@@ -29,11 +29,14 @@ _FOLLOWS = ("params", "initial_lr", "base_lrs")  # derived from values that are 
 
 
 def hyperparameters_of(
-    optimizer: torch.optim.Optimizer, scheduler: Any, total_steps: int | None
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    total_steps: int | None,
+    options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns the arguments of the optimizer and the scheduler as texts. Call it before the first
-    step. `total_steps` is the total that the code read: the code may have derived any argument from
-    it, and an argument such as a lambda has no text."""
+    """Returns the arguments of the optimizer and the scheduler, and the `options` of `ctx.steps`,
+    as texts. Call it before the first step. `total_steps` is the total that the code read: the code
+    may have derived any argument from it, and an argument such as a lambda has no text."""
     groups = optimizer.param_groups
     values = {
         f"the optimizer's {key}" + (f" (group {number})" if len(groups) > 1 else ""): value
@@ -47,6 +50,7 @@ def hyperparameters_of(
     return {
         "optimizer": type(optimizer).__name__,
         "values": {name: _text(value) for name, value in values.items()},
+        "options": {key: _text(value) for key, value in options.items()},
         "total_steps": total_steps,
     }
 
@@ -66,6 +70,12 @@ def changes_since(then: Mapping[str, Any], now: Mapping[str, Any], step: int) ->
             f"{'; '.join(texts)}. The values of the checkpoint of step {step} count, as after "
             "load_state_dict; to change them in this run, set them in the loop's body"
         )
+    options = then.get("options", {})
+    changes += [
+        f"{key}={new} of ctx.steps counts from step {step + 1} on; it was {options[key]} before"
+        for key, new in now["options"].items()
+        if options.get(key, new) != new
+    ]
     old, new = then["total_steps"], now["total_steps"]
     if old is not None and new is not None and old != new:
         changes.append(

@@ -52,7 +52,14 @@ from elastic_dp.train.state.state_payload import rehome_state
 from elastic_dp.train.state.train_state import StepRecord, TrainState
 
 if TYPE_CHECKING:
+    from elastic_dp.train.steps_arguments import StepsArguments
     from elastic_dp.train.worker_session import WorkerSession
+
+# Of `ctx.steps`, which may change when a run continues.
+_OPTIONS = (
+    *("precision", "clip_norm", "clip_value", "inner_clip_norm", "noise_scale_every"),
+    "rounding_name",
+)
 
 
 class WorkerCheckpointer:
@@ -84,11 +91,12 @@ class WorkerCheckpointer:
         """The loop body requests a checkpoint of this step."""
         self._requested = True
 
-    def open(self, session: WorkerSession, signature: Signature) -> None:
+    def open(self, session: WorkerSession, signature: Signature, given: StepsArguments) -> None:
         """Begins to take checkpoints of the session's state."""
         self._session, state, spec = session, session.state, session.spec
         total_steps = session.total_steps if session.loop.read_total_steps else None
-        made = hyperparameters_of(state.optimizer, state.scheduler, total_steps)
+        options = {name: getattr(given, name) for name in _OPTIONS}
+        made = hyperparameters_of(state.optimizer, state.scheduler, total_steps, options)
         job = {**job_identity(spec), GROWTH: spec.scaling.growth}
         software = {name.lower(): version for name, version in signature.software}
         self._metadata = CommitMetadata(

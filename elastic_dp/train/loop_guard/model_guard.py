@@ -12,24 +12,30 @@ another member. If a body wrote to that state, some members would apply the chan
   state and the modules.
 - In the first body of a process the gradients of parameters are not None, but raise when they are
   used, as by `clip_grad_norm_`.
+- `clip_grad_norm_` and `clip_grad_value_` of no gradients raise in any body and in the loss
+  function: they would clip nothing, and return 0.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
+from torch.nn.utils import clip_grad
 
 from elastic_dp.distributed.local_shards import is_sharded, local_of
 from elastic_dp.errors import LoopError, LossError
 from elastic_dp.train.state.tensor_digests import digest_of
 
 _version = attrgetter("_version")
+_THREAD = threading.local()  # the guard of its loop, if it runs one
 
 
 class ModelGuard:
@@ -49,6 +55,7 @@ class ModelGuard:
         self._first: Any = None  # what is compared around the first body
         self._model = model
         self._modules = {module: name for name, module in model.named_modules()}
+        _THREAD.guard = self
         self._hooks = [
             optimizer.register_step_pre_hook(self._steps),
             optimizer.register_load_state_dict_pre_hook(self._loads),
@@ -128,6 +135,32 @@ class ModelGuard:
             return None
         return next(n for n, a, b in zip(self._names, before, now, strict=True) if a != b)
 
+    def watch_others(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        """Refuses steps of other optimizers, by the names of the loss function's variables."""
+        for name, optimizer in optimizers.items():
+
+            def refuse(*_: Any, name: str = name) -> None:
+                if self.is_in_loss:
+                    raise LossError(
+                        f"the loss function called {name}.step(), of a second optimizer: it may "
+                        "run more than once for a step, and each worker runs it for its own "
+                        'micro-batches. Train both as one: model = nn.ModuleDict({"G": G, '
+                        '"D": D}), one optimizer with a parameter group for each, and one loss '
+                        "that adds both, each with the other's parameters detached (docs/loop.md)"
+                    )
+
+            self._hooks.append(optimizer.register_step_pre_hook(refuse))
+
+    def clips_nothing(self) -> None:
+        """Raises an error if torch was called to clip no gradients, where there are none."""
+        if self.is_in_loss:
+            raise LossError(
+                "the loss function clips gradients and finds none: the backward pass comes after "
+                "it. Write ctx.steps(…, clip_norm=1.0) or clip_value="
+            )
+        if self._watching and self._hooks:
+            raise _GoneGradient.error()
+
     # ------------------------------------------------------------------------------ private
 
     def _all_values(self) -> dict[str, Any]:
@@ -191,6 +224,25 @@ class ModelGuard:
 
     def _parameter_versions(self) -> list[int]:
         return list(map(_version, self._parameters))
+
+
+def _is_empty(tensors: Any) -> bool:
+    return type(tensors) is list and (not tensors or (type(tensors[0]) is list and not tensors[0]))
+
+
+def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_empty(tensors) and hasattr(_THREAD, "guard"):
+            _THREAD.guard.clips_nothing()
+        return function(tensors, *args, **kwargs)
+
+    return call
+
+
+# What torch's functions for clipping pass their gradients to: others may have imported those.
+for _name in ("_get_total_norm", "_group_tensors_by_device_and_dtype"):
+    setattr(clip_grad, _name, _watched(getattr(clip_grad, _name)))
 
 
 class _GoneGradient(torch.Tensor):

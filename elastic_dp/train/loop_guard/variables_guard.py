@@ -94,6 +94,13 @@ class VariablesGuard:
             changing |= {f"optimizer {n}": one for n, one in enumerate(self._optimizers)}
             for function in (loss_fn, inner_optimizer):
                 self._check_delayed(function, changing | {"scheduler=": scheduler})
+        self._body.watch_others(
+            {
+                name: value
+                for name, value in variables_of(loss_fn).items()
+                if isinstance(value, torch.optim.Optimizer) and id(value) not in ids
+            }
+        )
 
     def loss_tried(self) -> None:
         """Checks what the loss function used when it was tried. Raises LossError."""

@@ -3,6 +3,7 @@ a run is started again, is said by name."""
 
 import types
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 from elastic_dp.errors import SpecError
 from elastic_dp.train.exactness.machine_kind import DeterministicKernels, machine_kind
+from tests.runs import local, spec_of
+from tests.train.jobs import classify
 
 CPUS = {
     "intel": (
@@ -149,6 +152,19 @@ def test_operation_without_a_deterministic_kernel_is_named_in_each_run_of_a_proc
 
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "options", [{"precision": "bf16"}, {"clip_norm": 0.3}, {"clip_value": 0.1}]
+)
+def test_option_of_the_loop_that_changes_at_a_restart_is_said_by_name(options, tmp_path):
+    said = []
+    local(spec_of(steps=3), classify, str(tmp_path), said.append)
+    assert not [text for text in said if "of ctx.steps" in text]
+    local(spec_of(steps=5), partial(classify, **options), str(tmp_path), said.append)
+    ((name, value),) = options.items()
+    expected = f"{name}={value!r} of ctx.steps counts from step 4 on; it was None before"
+    assert [text for text in said if expected in text]
 
 
 def test_flags_of_torch_that_may_not_be_set_are_refused_by_name(monkeypatch):

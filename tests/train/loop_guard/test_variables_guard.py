@@ -377,6 +377,13 @@ def key_of_carry(ctx):
         pass
 
 
+def clips_in_some_bodies(ctx):
+    model = classifier()
+    for step in begin(ctx, model):
+        if step.number == 3:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
 def optimizer_that_goes_back(ctx, goes_back=None):
     model = classifier()
     optimizer = adamw(model)
@@ -409,6 +416,7 @@ def breaks(ctx):
         (carried_module, r'state={"ema": ema}'),
         (carried_in_the_loop, "Call it before the loop"),
         (key_of_carry, "give the object another one"),
+        (clips_in_some_bodies, "clip_norm=1.0"),
         (optimizer_that_goes_back, "wrote to the optimizer's state"),
         (optimizer_that_forgets, "wrote to the optimizer's state"),
         (loop_of_epochs, "called twice"),
