@@ -82,6 +82,19 @@ def is_installed(file: str) -> bool:
     return "site-packages" in file or "dist-packages" in file or file.startswith(_STANDARD_LIBRARY)
 
 
+def is_of_user(module: str, root: str) -> bool:
+    """Return whether a module is the user's: of the package `root`, which may be installed, or of
+    no installed package.
+    """
+    top = module.partition(".")[0]
+    if top in ("elastic_dp", "builtins"):
+        return False
+    if top == root or module not in sys.modules:
+        return True
+    file = getattr(sys.modules[module], "__file__", None)
+    return file is not None and not is_installed(file)
+
+
 class _PickledWithModules:
     def __init__(self, modules: bytes, pickled: bytes) -> None:
         self._parts = modules, pickled

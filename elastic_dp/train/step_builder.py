@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,7 +29,7 @@ from elastic_dp.train.loop_guard.variables_guard import VariablesGuard
 from elastic_dp.train.master_weights import class_of
 from elastic_dp.train.phase_reporter import PhaseReporter
 from elastic_dp.train.state.module_buffers import ModuleBuffers
-from elastic_dp.train.state.train_state import OptimizerHolders, TrainState
+from elastic_dp.train.state.train_state import OptimizerHolders, StatePart, TrainState
 from elastic_dp.train.step.batch_source import BatchSource, RowSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
 from elastic_dp.train.step.leaf_runner import Leaf, LeafRunner, OnePass, WorkShares
@@ -52,9 +51,6 @@ from elastic_dp.train.step.step_gradient import FiniteGradient, StepGradient
 from elastic_dp.train.step.transaction import Transaction
 from elastic_dp.train.step.trial_run import TrialRun
 from elastic_dp.train.steps_arguments import StepsArguments, check_steps_arguments
-
-if TYPE_CHECKING:
-    from elastic_dp.train.state.previous_step import PreviousStep
 
 
 @dataclass
@@ -80,7 +76,7 @@ class StepBuilder:
         self.loss_scale = new_loss_scale(self.given.precision)
         self.rows: RowSource = self.data
         self.holders = OptimizerHolders()
-        self.previous: PreviousStep | None = None
+        self.previous: StatePart | None = None
         # Hears the number of each parameter that gets a gradient.
         self.note_gradient: Callable[[int], None] | None = None
         self.micro_batches_of: Callable[[int], int] = lambda step: 1  # of a virtual worker

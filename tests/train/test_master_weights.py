@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 import elastic_dp as edp
 from elastic_dp.errors import ModelError, SpecError
+from elastic_dp.extensions.sharding.elementwise_updates import updates_equal_in_pieces
 from elastic_dp.extensions.sharding.shardable_optimizers import check_shardable
 from elastic_dp.train import master_weights
-from elastic_dp.train.exactness.elementwise_updates import updates_equal_in_pieces
 from tests.train.jobs import classifier, loop
 
 KINDS = [

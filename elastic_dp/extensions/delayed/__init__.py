@@ -30,9 +30,9 @@ from elastic_dp.distributed.gradient_buckets import Gradients
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.reduction_tree import Node, Share, cover_share
 from elastic_dp.errors import GroupError
+from elastic_dp.extensions.delayed.previous_step import PreviousStep
 from elastic_dp.sampling.seeds import rounding_seed
 from elastic_dp.sampling.step_schedule import StepSchedule
-from elastic_dp.train.state.previous_step import PreviousStep
 from elastic_dp.train.step.leaf_runner import FinishedNode, FinishedWork
 from elastic_dp.train.step.micro_batch import take_read
 from elastic_dp.train.step.step_gradient import StepGradient
@@ -44,8 +44,8 @@ _TRIED = 3  # the first step behind one that changed weights: it runs leaves aga
 def extend(build: StepBuilder) -> None:
     staleness = StepSchedule(build.spec.staleness_by_step)
     build.schedules.append(staleness)
-    build.previous = PreviousStep(build.given.model, build.loss_scale)
-    build.new_gradient = partial(DelayedGradient, build, build.previous, staleness)
+    build.previous = previous = PreviousStep(build.given.model, build.loss_scale)
+    build.new_gradient = partial(DelayedGradient, build, previous, staleness)
 
 
 class DelayedGradient(StepGradient):

@@ -59,6 +59,7 @@ from elastic_dp.distributed.piece_assignment import (
 )
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
+from elastic_dp.extensions.sharding.elementwise_updates import parameters_to_keep_whole
 from elastic_dp.extensions.sharding.parameter_gather import ParameterGather, digest_of_piece
 from elastic_dp.extensions.sharding.pieces import (
     PieceUpdates,
@@ -68,7 +69,6 @@ from elastic_dp.extensions.sharding.pieces import (
     pieces_of,
 )
 from elastic_dp.train.checkpointing.collective_read import Ranges, ReadCheckpoint
-from elastic_dp.train.exactness.elementwise_updates import parameters_to_keep_whole
 from elastic_dp.train.master_weights import state_kind
 from elastic_dp.train.state.state_moves import Move, StateUnit, move, ranks_with
 from elastic_dp.train.state.state_payload import from_vector, tensor_slot, to_vectors

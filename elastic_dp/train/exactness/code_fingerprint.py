@@ -13,12 +13,11 @@ from __future__ import annotations
 import dis
 import functools
 import hashlib
-import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
-from elastic_dp.module_pickling import is_installed
+from elastic_dp.module_pickling import is_of_user
 
 
 def code_fingerprint(train: Any, *, constants: bool = True) -> str:
@@ -90,23 +89,14 @@ class _Walk:
         for key in sorted(variables & value.__globals__.keys()):
             found = value.__globals__[key]
             self.visit(key, found)
-            if isinstance(found, types.ModuleType) and self._is_of_user(found.__name__):
+            if isinstance(found, types.ModuleType) and is_of_user(found.__name__, self._root):
                 for member in sorted(names & vars(found).keys()):
                     self.visit(f"{key}.{member}", vars(found)[member])
 
     def _is_users(self, value: Any) -> bool:
         module = value.__module__ or ""
         self._root = self._root or module.partition(".")[0]
-        return self._is_of_user(module)
-
-    def _is_of_user(self, module: str) -> bool:
-        top = module.partition(".")[0]
-        if top in ("elastic_dp", "builtins"):
-            return False
-        if top == self._root or module not in sys.modules:
-            return True
-        file = getattr(sys.modules[module], "__file__", None)
-        return file is not None and not is_installed(file)
+        return is_of_user(module, self._root)
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

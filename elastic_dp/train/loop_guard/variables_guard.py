@@ -40,7 +40,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from elastic_dp.errors import LoopError, LossError
-from elastic_dp.module_pickling import is_installed
+from elastic_dp.module_pickling import is_of_user
 from elastic_dp.train.exactness.facts import (
     MOST,
     PLAIN,
@@ -82,7 +82,7 @@ class VariablesGuard:
         self._passed, self._installed = ids, list[Any]()
         self._look = Look(_NBYTES, ids, self._of_others)
         self._loss, self._delays = loss_fn, state.previous is not None
-        self._root: str | None = None  # the package of the train function
+        self._root = ""  # the package of the train function
         # Of the frames' code: the variables that are compared, and the globals.
         self._compared: dict[types.CodeType, tuple[Sequence[str], Sequence[str]]] = {}
         self._named: set[str] = set()
@@ -192,13 +192,12 @@ class VariablesGuard:
             frame = frame.f_back
         if frame is None:  # the loop runs in a thread of its own
             return
-        if self._root is None and frames:
+        if not self._root and frames:
             self._root = frames[-1].f_globals.get("__name__", "").partition(".")[0]
         for user in reversed(frames):
             code, globals_ = user.f_code, user.f_globals
-            if not code.co_flags & inspect.CO_OPTIMIZED or not self._is_users(
-                globals_.get("__name__", ""), code.co_filename
-            ):
+            is_users = is_of_user(globals_.get("__name__", ""), self._root)
+            if not is_users or not code.co_flags & inspect.CO_OPTIMIZED:
                 continue
             held = user.f_locals
             if code not in self._compared:
@@ -206,9 +205,6 @@ class VariablesGuard:
                 self._compared[code] = local, _globals_of(code, globals_)
             for names, values in zip(self._compared[code], (held, globals_), strict=True):
                 yield from ((name, values[name]) for name in names if name in values)
-
-    def _is_users(self, module: str, file: str) -> bool:
-        return module.partition(".")[0] == self._root or not is_installed(file)
 
     def _facts_of(self, name: str, value: Any) -> Facts:
         if id(value) in self._passed or isinstance(value, types.FunctionType):
@@ -227,9 +223,7 @@ class VariablesGuard:
         if kind in (argparse.Namespace, types.SimpleNamespace):
             return True
         name = value.__name__ if isinstance(value, types.ModuleType) else kind.__module__ or ""
-        if name.partition(".")[0] in ("elastic_dp", "builtins"):
-            return False
-        return self._is_users(name, getattr(sys.modules.get(name), "__file__", None) or "")
+        return is_of_user(name, self._root)
 
     def _of_others(self, name: str, value: Any) -> Iterator[tuple[str, str]]:
         """Yields facts about what a body may use beside plain values; see `Look`."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from elastic_dp.checkpoint.snapshot import HeldState
     from elastic_dp.distributed.process_group import ProcessGroup
     from elastic_dp.train.checkpointing.collective_read import Ranges, ReadCheckpoint
-    from elastic_dp.train.state.previous_step import PreviousStep
 
 OWN = "elastic_dp."  # begins the keys of `state=` that an extension adds
 _LARGE_BYTES = 1 << 18  # of a tensor that a worker receives as a whole
@@ -51,6 +50,15 @@ class StepRecord:
     grad_norm: float | None = None  # None: not computed yet
     kept: bool = False  # the members agreed on a checkpoint of it
     late: bool = False  # the members skip checkpoints: an upload of one of them is late
+
+
+class StatePart(Protocol):
+    """A part of the state that an extension adds: what the last step was computed with."""
+
+    def tree(self) -> dict[str, Any]: ...
+
+    def adopt(self, tree: Mapping[str, Any]) -> None:
+        """Takes over a complete `tree`, whose tensors are the caller's no longer."""
 
 
 class OptimizerHolders:
@@ -137,7 +145,7 @@ class TrainState:
     bad_row_groups: set[int] = field(default_factory=set)  # skipped by all members
     kinds: list[str] = field(default_factory=list)  # of machines that computed steps of it
     holders: OptimizerHolders = field(default_factory=OptimizerHolders)
-    previous: PreviousStep | None = None  # None: gradients are applied in the step that has them
+    previous: StatePart | None = None  # None: gradients are applied in the step that has them
     _takes_parts: bool = False  # whether the optimizer's state arrives in its own tensors
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import optim
 
-from elastic_dp.train.exactness.elementwise_updates import (
+from elastic_dp.extensions.sharding.elementwise_updates import (
     parameters_to_keep_whole,
     updates_equal_in_pieces,
 )
@@ -133,7 +133,7 @@ def test_probe_keeps_a_parameter_whole_whose_last_elements_round_otherwise(monke
             for p in self.param_groups[0]["params"]:
                 p[-1:].mul_(1 + 2**-22)
 
-    module = "elastic_dp.train.exactness.elementwise_updates.ELEMENTWISE"
+    module = "elastic_dp.extensions.sharding.elementwise_updates.ELEMENTWISE"
     monkeypatch.setattr(module, frozenset({Tail}))
     assert not updates_equal_in_pieces(Tail, {"lr": 0.1}, torch.float32, CPU)
 
@@ -145,7 +145,7 @@ def test_probe_sees_state_that_differs_while_the_parameter_does_not(monkeypatch)
             for p in self.param_groups[0]["params"]:
                 self.state[p]["mean"] = p.grad.mean().expand_as(p).clone()
 
-    module = "elastic_dp.train.exactness.elementwise_updates.ELEMENTWISE"
+    module = "elastic_dp.extensions.sharding.elementwise_updates.ELEMENTWISE"
     monkeypatch.setattr(module, frozenset({Count}))
     assert not updates_equal_in_pieces(Count, {"lr": 0.1}, torch.float32, CPU)
 
