@@ -150,12 +150,12 @@ class WorkerCheckpointer:
             session.reporter.report("keep")
             session.reporter.pass_point("keeping")
             # The members skip it while an upload of one of them is late, as its header said.
-            ready = is_last or ((writers or not record.late) and self._is_ready(step, writers))
-            if ready:
-                members = tuple(writers) or session.weights.members
-                ready = self._take(step, members, must=bool(writers or is_last))
+            skips = record.late and not (writers or is_last)
+            members = tuple(writers) or session.weights.members
+            must = bool(writers or is_last)
+            taken = not skips and self._take(step, members, must=must, waits=is_last)
             # A later step may satisfy it; the controller itself requests it again.
-            if not ready and is_due:
+            if not taken and is_due:
                 self._requested = False
                 control.request_checkpoint()
             session.weights.wanted = step  # other members may have taken it
@@ -174,17 +174,6 @@ class WorkerCheckpointer:
                 held = state.holders.to_write(self._worker, self._holders)
                 self._uploader.prepare(_tree(state, WorkerProgress()), held)
 
-    def _is_ready(self, step: int, writers: Sequence[WorkerId]) -> bool:
-        """Returns whether a snapshot can be taken without waiting for the last one's upload. If
-        not, this checkpoint is skipped, and the user gets a message. Named `writers` wait for the
-        memory of the first one."""
-        was_late = self._uploader.late
-        if self._uploader.ready(must=bool(writers)):
-            return True
-        if not was_late:
-            self._say_not_ready(step)
-        return False
-
     def _say_not_ready(self, step: int) -> None:
         before = self._uploader.snapshot.step
         self._link.say(
@@ -195,11 +184,19 @@ class WorkerCheckpointer:
             "still being made ready; training goes on"
         )
 
-    def _take(self, step: int, members: tuple[WorkerId, ...], *, must: bool) -> bool:
-        """Takes a snapshot and starts to write this member's share. Returns whether it did: memory
-        for a state that has grown is made ready first, unless it `must`. Raises StateError if
+    def _take(
+        self, step: int, members: tuple[WorkerId, ...], *, must: bool, waits: bool = False
+    ) -> bool:
+        """Takes a snapshot and starts to write this member's share. Returns whether it did, and
+        says why not. `waits`: for the last one's upload, however long it takes. Memory for a state
+        that has grown is made ready first, unless it `must` be taken. Raises StateError if
         something in the state cannot be stored and the job takes checkpoints of its own. If only
         others requested the checkpoint, it is skipped, and the user gets a message."""
+        was_late = self._uploader.late
+        if not waits and not self._uploader.ready(must=must):
+            if not was_late:
+                self._say_not_ready(step)
+            return False
         by_job = self._requested or self._config.enabled
         state, progress = self._session.state, self._session.progress
         self._due_from, self._requested = step + 1, False
@@ -258,7 +255,7 @@ class WorkerCheckpointer:
         self._needs_no_help()
 
     def _write_alone(self, step: int) -> WrittenBlobs | None:
-        self._take(step, (self._worker,), must=True)
+        self._take(step, (self._worker,), must=True, waits=True)
         return self._uploader.wait()
 
     def _gathered_tree(self) -> dict[str, Any]:

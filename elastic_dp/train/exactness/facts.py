@@ -92,24 +92,31 @@ def facts_of(name: str, value: Any) -> Facts:
     return Look().facts_of(name, value)
 
 
+def attributes(value: Any) -> dict[str, Any]:
+    """Returns the attributes of an object, without what torch keeps in a module."""
+    held = getattr(value, "__dict__", None)
+    if not isinstance(held, Mapping):
+        slots = itertools.chain(*(getattr(kind, "__slots__", ()) for kind in type(value).__mro__))
+        return {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    of_torch = _OF_TORCH if isinstance(value, nn.Module) else ()
+    return {key: one for key, one in dict(held).items() if key not in of_torch}
+
+
 def attributes_of(model: nn.Module, loss_fn: Any) -> Facts:
     """Returns facts about the modules and the variables that the loss function reaches by name."""
     facts: Facts = {}
     for prefix, module in model.named_modules():
-        dot = f"model.{prefix}." if prefix else "model."
-        for key, value in dict(vars(module)).items():
-            if key not in _OF_TORCH:
-                facts |= facts_of(dot + key, value)
+        for key, value in attributes(module).items():
+            facts |= facts_of(f"model.{prefix}.{key}".replace("..", "."), value)
     for name, p in model.named_parameters():
         facts[f"model.{name}.requires_grad"] = repr(p.requires_grad)
     ours = {id(module) for module in model.modules()}
     for name, value in variables_of(loss_fn).items():
         facts |= facts_of(name, value)
         if not isinstance(value, type | types.ModuleType | types.FunctionType):
-            held = vars(value) if id(value) not in ours and hasattr(value, "__dict__") else {}
+            held = attributes(value) if id(value) not in ours else {}
             for key, one in [*held.items()][:MOST]:
-                if key not in _OF_TORCH:
-                    facts |= facts_of(f"{name}.{key}", one)
+                facts |= facts_of(f"{name}.{key}", one)
     return facts
 
 

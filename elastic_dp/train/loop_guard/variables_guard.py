@@ -46,6 +46,7 @@ from elastic_dp.train.exactness.facts import (
     PLAIN,
     Facts,
     Look,
+    attributes,
     listed,
     variables_of,
     with_values,
@@ -56,7 +57,6 @@ from elastic_dp.train.state.train_state import TrainState
 _TENSORS = 8  # of a module
 _NAMED = 8  # variables in one warning
 _NBYTES = 65_536  # of arrays and tensors whose content is compared
-_OF_TORCH = frozenset(vars(nn.Module()))
 _OUTSIDE = "elastic_dp.train.train_function"  # calls the train function
 _MODULE, _USED = "#module", "!"  # begin facts about a module, and about what a body must not use
 
@@ -73,7 +73,7 @@ class VariablesGuard:
         ids = {id(module) for module in model.modules()}
         # What these hold counts as passed.
         for one in [*passed.values(), scheduler, *self._optimizers]:
-            held = one.modules() if isinstance(one, nn.Module) else _attributes(one).values()
+            held = one.modules() if isinstance(one, nn.Module) else attributes(one).values()
             for value in [one, *held]:
                 if type(value) in PLAIN:  # small integers are one object each
                     continue
@@ -105,7 +105,7 @@ class VariablesGuard:
     def loss_tried(self) -> None:
         """Checks what the loss function used when it was tried. Raises LossError."""
         for name, value in variables_of(self._loss).items():
-            for one in (value, *_attributes(value).values()):
+            for one in (value, *attributes(value).values()):
                 scales = isinstance(one, torch.amp.GradScaler) and one.is_enabled()
                 if scales and one._scale is not None:
                     raise LossError(_scales("loss function", name))
@@ -211,7 +211,7 @@ class VariablesGuard:
             return {}
         found = self._look.facts_of(name, value)
         if not found and not isinstance(value, nn.Module) and self._has_users_type(value):
-            for key, item in [*_attributes(value).items()][:MOST]:
+            for key, item in [*attributes(value).items()][:MOST]:
                 found |= self._look.facts_of(f"{name}.{key}", item)
         elif isinstance(value, type | types.ModuleType):  # of an installed package
             self._installed.append(value)  # so that its identity stays its own
@@ -237,8 +237,7 @@ class VariablesGuard:
                 if not any(id(one) in self._passed for one in value.modules()):
                     tensors = itertools.chain(value.parameters(), value.buffers())
                     some = [t for t in itertools.islice(tensors, _TENSORS) if not t.is_inference()]
-                    own = dict(vars(value))
-                    own = {key: x for key, x in own.items() if key not in _OF_TORCH}
+                    own = {key: x for key, x in attributes(value).items() if key != "training"}
                     versions = [(id(t), t._version) for t in some]
                     yield name, f"{_MODULE} {id(value)} {versions} {self._look.facts_of('', own)}"
             case types.GeneratorType():
@@ -253,14 +252,6 @@ class VariablesGuard:
 def _variable(name: str) -> str:
     """Returns the name of a variable, or of its attribute, of which this is a part."""
     return name.removeprefix("len(").partition("[")[0].rstrip(")")
-
-
-def _attributes(value: Any) -> Mapping[str, Any]:
-    held = getattr(value, "__dict__", None)
-    if isinstance(held, Mapping):
-        return held
-    slots = itertools.chain(*(getattr(kind, "__slots__", ()) for kind in type(value).__mro__))
-    return {name: getattr(value, name) for name in slots if hasattr(value, name)}
 
 
 def _clocks() -> list[float]:
