@@ -11,11 +11,13 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from elastic_dp.report.metric_curves import MetricCurves
 from elastic_dp.report.report_model import (
-    Checkpoint,
+    CheckpointRow,
+    Decision,
     EventKind,
     GroupSize,
     Report,
@@ -32,7 +34,8 @@ from elastic_dp.urls import redact_url
 from elastic_dp.wording import counted, first_few
 
 MOST_EVENTS = 5000
-MOST_METRICS = 24
+MOST_DECISIONS = 2000
+MOST_CHECKPOINTS = 1000
 MOST_CHARACTERS = 1000  # of one text
 # A run that trains writes the times of its workers at least every ten seconds, and every 100
 # seconds with 1000 workers.
@@ -52,13 +55,11 @@ class ReportBuilder:
         self._name = name
         self._on_event = on_event
         self._goodput = GoodputMeter()
-        self._metrics: dict[str, float | None] = {}
-        self._first_loss: float | None = None
+        self._curves = MetricCurves()
         self._workers = WorkerHistories()
         self._group = _Group()
         self._log = _EventLog()
-        self._checkpoint: Checkpoint | None = None
-        self._decision: tuple[str, float | None] = "", None
+        self._checkpoints = _Checkpoints()
         self._slow: dict[str, SlowWorker] = {}
         self._began: float | None = None
         self._now = 0.0  # of the last line
@@ -76,9 +77,17 @@ class ReportBuilder:
             if math.isfinite(now):
                 self._take(now, line)
 
-    def build(self, now: float, *, result: Result | None = None) -> Report:
-        """Return the report at `now` (of `time.time`), or at the end of the run. `result`: the one
-        in the folder, if there is one.
+    def build(
+        self,
+        now: float,
+        *,
+        stored: Collection[int] | None = None,
+        result: Result | None = None,
+    ) -> Report:
+        """Return the report at `now` (of `time.time`), or at the end of the run.
+
+        `stored`: the steps whose checkpoints are in the store. `result`: the one in
+        the folder, if there is one.
         """
         if result is not None and result.step < self._step:
             result = None  # of an earlier start
@@ -86,13 +95,12 @@ class ReportBuilder:
         if over is None and result is not None and not self._starts:  # trained in one process
             over, step = (RunPhase.FINISHED, _text(result.reason)), result.step
         until = self._now if over else max(now, self._now)
-        phase, reason = over or (self._phase(until), self._decision[0])
+        phase, reason = over or (self._phase(until), self._log.newest_decision())
         group = self._group
         report = Report(
             name=self._name,
             phase=phase,
             reason=reason,
-            decided=self._decision[1],
             began=self._began or 0.0,
             until=until,
             led_s=self._led_s + (until - self._now if self._leads else 0.0),
@@ -107,14 +115,14 @@ class ReportBuilder:
             goodput=self._goodput.goodput(None if over else until),
             exact=result.exact if result else None,
             inexact_because=tuple(map(_text, result.inexact_because if result else ())),
-            metrics=dict(self._metrics),
-            first_loss=self._first_loss,
+            curves=self._curves.points(),
             band=list(group.band),
             events=list(self._log.events),
             workers=self._workers.rows(),
             slow=list(self._slow.values()),
             failures=self._failures,
-            checkpoint=self._checkpoint,
+            checkpoints=self._checkpoints.rows(stored),
+            decisions=list(self._log.decisions),
         )
         return dataclasses.replace(report, verdict=verdict(report))
 
@@ -144,21 +152,12 @@ class ReportBuilder:
         self._began = now if self._began is None else min(now, self._began)
         now = self._now = max(now, self._now)
         if kind is None:
+            self._curves.line(line)
             self._reach(int(line["step"]))
-            self._take_metrics(line)
             return
         self._goodput.line(line)
         for takes in (self._of_run, self._of_worker, self._of_group, self._of_checkpoint):
             takes(kind, now, line)
-
-    def _take_metrics(self, line: Mapping[str, Any]) -> None:
-        for name, value in line.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            is_known = name in self._metrics or len(self._metrics) < MOST_METRICS
-            if is_number and is_known and name not in ("time", "step"):
-                self._metrics[name] = value if math.isfinite(value) else None
-        if self._first_loss is None:
-            self._first_loss = self._metrics.get("loss")
 
     def _reach(self, step: int) -> None:
         if step > self._step:
@@ -187,7 +186,7 @@ class ReportBuilder:
                 workers = counted(int(line["size"]), "worker")
                 self._add(now, EventKind.START, f"start {self._starts}: {workers} wanted")
             case "Explain":
-                self._decision = _text(line["text"]), now
+                self._log.decide(Decision(now, _text(line["text"])))
             case "SizeRequested":
                 self._requested = int(line["size"])
                 self._group.resize(now, self._wanted)
@@ -228,7 +227,7 @@ class ReportBuilder:
                 workers.enter(_text(line["worker"]), WorkerCondition.LEAVING, now, reason)
             case "TimesReported":
                 for worker, times in line["times"].items():
-                    workers.report(_text(worker), times)
+                    workers.report(_text(worker), times, int(line["step"]))
                 self._reach(int(line["step"]))
             case "SlowWorkersFound":
                 slow = [SlowWorker(**one) for one in line["workers"]]
@@ -292,7 +291,7 @@ class ReportBuilder:
                     )
                     text = f"{why or 'the group changes'}; then {formed}"
                     self._add(since, EventKind.PAUSE, text, seconds=now - since)
-                if joined := self._workers.form(members, now):
+                if joined := self._workers.form(members, self._step, now):
                     verb = "joins" if len(joined) == 1 else "join"
                     text = f"{first_few(joined)} {verb}"
                     one = joined[0] if len(joined) == 1 else ""
@@ -312,13 +311,11 @@ class ReportBuilder:
                     text += f" to step {found_step}"
                     self._add(now, EventKind.ROLLBACK, text)
                 self._step = found_step
-                if self._checkpoint is not None and self._checkpoint.step > found_step:
-                    self._checkpoint = Checkpoint(found_step, None) if found_step else None
+                self._checkpoints.go_back(found_step)
 
     def _commit(self, now: float, step: int, seconds: float | None) -> None:
         self._reach(step)
-        if self._checkpoint is None or step > self._checkpoint.step:
-            self._checkpoint = Checkpoint(step, now)
+        if self._checkpoints.commit(CheckpointRow(step, now, seconds, None)):
             self._add(now, EventKind.CHECKPOINT, f"checkpoint of step {step}", seconds=seconds)
 
 
@@ -373,10 +370,11 @@ class _Group:
 
 
 class _EventLog:
-    """The newest events, and how many losses there were."""
+    """The newest events and decisions, and how many losses there were."""
 
     def __init__(self) -> None:
         self.events: list[RunEvent] = []
+        self.decisions: list[Decision] = []
         self.lost = 0
         self.rollbacks = 0
         self._told: set[tuple[str, str]] = set()
@@ -387,8 +385,7 @@ class _EventLog:
         if event.kind is EventKind.START:
             self._told.clear()  # the names of workers are used again
         self.events.append(event)
-        if len(self.events) > MOST_EVENTS:
-            del self.events[: MOST_EVENTS // 10]  # so that the rest of a long list often stays
+        _limit(self.events, MOST_EVENTS)
 
     def is_new(self, what: str, text: str) -> bool:
         """Whether this is told for the first time; workers repeat what they report."""
@@ -404,9 +401,51 @@ class _EventLog:
                 self.events[i] = dataclasses.replace(event, text=text)
                 return
 
+    def decide(self, decision: Decision) -> None:
+        if not self.decisions or self.decisions[-1].text != decision.text:
+            self.decisions.append(decision)
+            _limit(self.decisions, MOST_DECISIONS)
+
+    def newest_decision(self) -> str:
+        return self.decisions[-1].text if self.decisions else ""
+
+
+class _Checkpoints:
+    """The committed checkpoints of the run's history, by step."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, CheckpointRow] = {}
+
+    def commit(self, row: CheckpointRow) -> bool:
+        """Return whether the checkpoint is new."""
+        is_new = self._rows.setdefault(row.step, row) is row
+        for old in list(self._rows)[: max(0, len(self._rows) - MOST_CHECKPOINTS)]:
+            del self._rows[old]
+        return is_new
+
+    def go_back(self, step: int) -> None:
+        """The run goes on from here: later checkpoints do not belong to it any more."""
+        self._rows = {each: row for each, row in self._rows.items() if each <= step}
+
+    def rows(self, stored: Collection[int] | None) -> list[CheckpointRow]:
+        """Return the checkpoints by step, with those that only the store has."""
+        there = set(stored or ())
+        known = {
+            step: dataclasses.replace(row, stored=None if stored is None else step in there)
+            for step, row in self._rows.items()
+        }
+        others = {step: CheckpointRow(step, None, None, True) for step in there - known.keys()}
+        return [row for _, row in sorted((known | others).items())]
+
 
 def _text(value: Any) -> str:
     text = str(value)
     if "://" in text:
         text = redact_url(text)
     return text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 1] + "…"
+
+
+def _limit(entries: list[Any], most: int) -> None:
+    """Drop the oldest tenth beyond the limit, so that the rest of a long list often stays."""
+    if len(entries) > most:
+        del entries[: most // 10]

@@ -85,10 +85,23 @@ class GroupSize(NamedTuple):
     wanted: int
 
 
+class CurvePoint(NamedTuple):
+    """A value of a metric. `counts` is False if the run went back and logged the step again.
+
+    `value` is None where it was NaN or infinite.
+    """
+
+    time: float
+    step: int
+    value: float | None
+    counts: bool
+
+
 @dataclass(slots=True)
 class WorkerRow:
-    """One worker. `start` counts the starts of the run, which use the names of workers again;
-    `times` are its seconds by phase (`PhaseTimes`).
+    """One worker. `start` counts the starts of the run, which use the names of workers again.
+
+    `step_s` is the mean time of its steps, `times` its seconds by phase (`PhaseTimes`).
     """
 
     name: str
@@ -97,15 +110,32 @@ class WorkerRow:
     node: str = ""
     condition: WorkerCondition = WorkerCondition.WAITING
     until: float | None = None
+    steps: int = 0
+    step_s: float | None = None
     times: dict[str, float] = field(default_factory=PhaseTimes()._asdict)
     reason: str = ""
+    seen_step: int = 0  # the run's step when the worker last reported
 
 
-class Checkpoint(NamedTuple):
-    """The newest checkpoint. `time` is None where the journal does not have it."""
+@dataclass(frozen=True, slots=True)
+class CheckpointRow:
+    """One checkpoint. `seconds` from its snapshot to its commit; None: the journal does not say.
+
+    `stored`: it is in the store; None: nobody looked.
+    """
 
     step: int
     time: float | None
+    seconds: float | None
+    stored: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A decision of the controller with its reason, in words."""
+
+    time: float
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +144,7 @@ class Report:
 
     name: str
     phase: RunPhase
-    reason: str  # how it ended, or the newest decision of the controller
-    decided: float | None  # when it was
+    reason: str  # how it ended, or the newest decision
     began: float
     until: float
     led_s: float  # seconds in which a controller led it
@@ -130,14 +159,14 @@ class Report:
     goodput: Goodput
     exact: bool | None = None  # None: it has no result
     inexact_because: tuple[str, ...] = ()
-    metrics: dict[str, float | None] = field(default_factory=dict)  # newest; None: not finite
-    first_loss: float | None = None
+    curves: dict[str, list[CurvePoint]] = field(default_factory=dict)
     band: list[GroupSize] = field(default_factory=list)
     events: list[RunEvent] = field(default_factory=list)
     workers: list[WorkerRow] = field(default_factory=list)
     slow: list[SlowWorker] = field(default_factory=list)  # at its newest line
     failures: int = 0  # ends of generations since the last step
-    checkpoint: Checkpoint | None = None
+    checkpoints: list[CheckpointRow] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
     verdict: tuple[str, ...] = ()  # three sentences
 
     @property

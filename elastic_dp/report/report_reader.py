@@ -10,6 +10,7 @@ import threading
 import time
 from typing import Any
 
+from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.errors import FileDamaged, RunMismatch
 from elastic_dp.report.report_builder import ReportBuilder
 from elastic_dp.report.report_model import Report
@@ -19,7 +20,7 @@ from elastic_dp.storage import ObjectMissing, ObjectRewritten, Store
 from elastic_dp.telemetry.journal_reader import JournalTail
 
 _TIMEOUT_S = 15.0  # of one request
-_LOOK_S = 5.0  # between two looks at the result
+_LOOK_S = 5.0  # between two looks at what is not in the journal: the checkpoints and the result
 
 
 class RunFolder:
@@ -30,6 +31,7 @@ class RunFolder:
         self._store = Store(url, timeout_s=_TIMEOUT_S)
         self._lock = threading.Lock()
         self._looked_at = -float("inf")
+        self._stored: frozenset[int] = frozenset()
         self._result: Result | None = None
         self._damage: Exception | None = None  # of the result
         self._forget()
@@ -48,7 +50,7 @@ class RunFolder:
                 self._forget()
                 self._read()
             self._look()
-            return self._builder.build(now, result=self._result)
+            return self._builder.build(now, stored=self._stored, result=self._result)
 
     def status(self, report: Report, now: float) -> dict[str, Any]:
         """Return the status that a report of this folder gives. Raises FileDamaged or RunMismatch
@@ -71,6 +73,7 @@ class RunFolder:
     def _look(self) -> None:
         if time.monotonic() < self._looked_at + _LOOK_S:
             return
+        self._stored = frozenset(name.step for name in Catalog(self._store).names())
         self._result = self._damage = None
         try:
             self._result = read_result(self._url)

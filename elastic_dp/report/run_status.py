@@ -38,14 +38,15 @@ def status_of_report(report: Report, now: float) -> dict[str, Any]:
 
     What only a controller knows is None, 0 or empty.
     """
-    saved, reason, at = report.checkpoint, report.reason, report.decided
+    saved = max(report.checkpoints, key=lambda row: row.step, default=None)
+    curves = {name: [p for p in points if p.counts] for name, points in report.curves.items()}
+    newest = [(one.text, one.time) for one in (report.decisions[-1:] or report.events[-1:])]
     here = [row for row in report.workers if row.condition not in GONE]
-    newest = reason
+    reason = report.reason
     if report.is_over:
-        newest = reason = f"{report.phase} after step {report.step}: {reason}"
-        at = report.last_line
-    elif at is None and report.events:
-        newest, at = report.events[-1].text, report.events[-1].time
+        reason = f"{report.phase} after step {report.step}: {reason}"
+        newest = [(reason, report.last_line)]
+    event = {"text": newest[0][0], "age_s": _age(now, newest[0][1])} if newest else None
     return {
         "phase": "over" if report.is_over else "unfinished",
         "reason": reason,
@@ -63,17 +64,16 @@ def status_of_report(report: Report, now: float) -> dict[str, Any]:
         "processes": {row.name: {"pid": "-", "node": row.node or "-"} for row in here},
         "lost": report.lost,
         "rollbacks": report.rollbacks,
-        "metrics": report.metrics,
+        "metrics": {n: points[-1].value for n, points in curves.items() if points},
         "failed": report.phase is RunPhase.FAILED,
         "max_steps": None,
         "led_s": report.led_s,
         "started_age_s": _age(now, report.began) if report.began else None,
-        "newest_event": None if at is None else {"text": newest, "age_s": _age(now, at)},
+        "newest_event": event,
         "newest_checkpoint": saved and {"step": saved.step, "age_s": _age(now, saved.time)},
         "waits_for": "",
         "avoided_nodes": {},
         "goodput": report.goodput.fraction if report.goodput.total else None,
-        "rows_per_s": None,
         "slow": [asdict(one) for one in report.slow],
         "failures": report.failures,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_dp.report.report_model import Report, RunPhase
+from elastic_dp.report.report_model import CheckpointRow, Report, RunPhase
 from elastic_dp.report.run_status import Health, health_of, status_of_report
 from elastic_dp.wording import counted, duration, first_few, share
 
@@ -30,10 +30,10 @@ def _progress(report: Report) -> str:
 
 
 def _loss(report: Report) -> str:
-    first, last = report.first_loss, report.metrics.get("loss")
-    if first is None or last is None or report.step < 2:
+    points = [p for p in report.curves.get("loss", ()) if p.counts and p.value is not None]
+    if len(points) < 2:
         return ""
-    return f", with a loss that went from {first:.4g} to {last:.4g}"
+    return f", with a loss that went from {points[0].value:.4g} to {points[-1].value:.4g}"
 
 
 def _cost(report: Report) -> str:
@@ -56,20 +56,34 @@ def _cost(report: Report) -> str:
 
 
 def _health(report: Report) -> str:
-    saved, inexact = report.checkpoint, report.inexact_because
+    newest = max(report.checkpoints, key=lambda row: row.step, default=None)
     if report.phase is RunPhase.FAILED:
-        if saved is None:
-            return "Started again, it begins at its first step, because there is no checkpoint."
-        return f"Started again, it goes on from the checkpoint of step {saved.step}."
+        return f"Started again, it {_goes_on(newest)}."
     if report.phase is RunPhase.FINISHED:
-        exact = f", and they are not exact ({first_few(inexact)})" if inexact else ""
-        if saved is None or saved.step != report.step:
-            return f"It has no checkpoint of its last step{exact}."
-        return f"Its final weights are in the checkpoint of step {saved.step}{exact}."
+        return _finished(report, newest)
     health, why = health_of(status_of_report(report, report.until))
     states = {Health.HEALTHY: "is healthy", Health.STARTING: "is starting"}
-    newest = "there is no checkpoint yet"
-    if saved is not None:
-        ago = "" if saved.time is None else f", {duration(report.until - saved.time)} ago"
-        newest = f"the newest checkpoint is of step {saved.step}{ago}"
-    return f"It {states.get(health, 'needs a look')}: {why}; {newest}."
+    return f"It {states.get(health, 'needs a look')}: {why}; {_saved(report, newest)}."
+
+
+def _finished(report: Report, newest: CheckpointRow | None) -> str:
+    inexact = report.inexact_because
+    exact = f", and they are not exact ({first_few(inexact)})" if inexact else ""
+    if newest is not None and newest.step == report.step and newest.stored is not False:
+        return f"Its final weights are in the checkpoint of step {newest.step}{exact}."
+    return f"It has no checkpoint of its last step{exact}."
+
+
+def _saved(report: Report, newest: CheckpointRow | None) -> str:
+    if newest is None:
+        return "there is no checkpoint yet"
+    if newest.time is None:
+        return f"the newest checkpoint is of step {newest.step}"
+    ago = duration(report.until - newest.time)
+    return f"the newest checkpoint is of step {newest.step}, {ago} ago"
+
+
+def _goes_on(newest: CheckpointRow | None) -> str:
+    if newest is None:
+        return "begins at its first step, because there is no checkpoint"
+    return f"goes on from the checkpoint of step {newest.step}"

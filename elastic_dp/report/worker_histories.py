@@ -1,4 +1,4 @@
-"""What the journal tells about each worker of a run: where it is in its life, and its times.
+"""What the journal tells about each worker of a run: where it is in its life, and its step times.
 
 The names of workers are used again when a run is started again, so a worker is known by the number
 of that start and its name.
@@ -55,22 +55,28 @@ class WorkerHistories:
         if condition in GONE:
             row.until = now
 
-    def form(self, members: Iterable[str], now: float) -> list[str]:
+    def form(self, members: Iterable[str], step: int, now: float) -> list[str]:
         """A generation has these members. Return those that train for the first time."""
         joined = []
         for worker in members:
             row = self._of(worker, now)
             if row.condition is not WorkerCondition.TRAINING:
                 joined.append(worker)
+                row.seen_step = step
                 self.enter(worker, WorkerCondition.TRAINING, now)
         return joined
 
-    def report(self, worker: str, times: Sequence[float]) -> None:
+    def report(self, worker: str, times: Sequence[float], step: int) -> None:
         """Take a worker's times. Those before its first generation are all zero."""
         row = self._present.get(worker)
         reported = PhaseTimes.of(tuple(map(float, times)))
-        if row is not None and sum(row.times.values()) < sum(reported) < math.inf:
-            row.times = reported._asdict()
+        if row is None or not sum(row.times.values()) < sum(reported) < math.inf:
+            return
+        row.times = reported._asdict()
+        row.steps += max(0, step - row.seen_step)
+        row.seen_step = max(step, row.seen_step)
+        if row.steps:
+            row.step_s = sum(reported[: PhaseTimes._fields.index("checkpoint")]) / row.steps
 
     def rows(self) -> list[WorkerRow]:
         return [replace(row) for row in self._all]

@@ -1,4 +1,4 @@
-"""Serves the report of a run until Ctrl-C.
+"""The application that serves the report of a run, and the server that runs it until Ctrl-C.
 
 The page asks for the report every second, with the version that it has. All clients see the same
 report. Requests that steer the run are methods of `Run`, which checks their values.
@@ -12,16 +12,16 @@ report. Requests that steer the run are methods of `Run`, which checks their val
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import json
-import socketserver
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
 
 from elastic_dp.errors import ClusterError, ElasticError, SpecError
@@ -32,10 +32,16 @@ from elastic_dp.storage.redact import redact
 from elastic_dp.wording import counted
 
 if TYPE_CHECKING:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
     from elastic_dp.cluster.run_handle import Run
 
 SHORTEST_TOKEN = 16
 _NAMES = ("127.0.0.1", "localhost")
+_METHODS = ("GET", "HEAD", "POST")  # of which only POST changes anything
 _HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -47,11 +53,16 @@ _HEADERS = {
     "'unsafe-inline'; img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
 }
+_MOST_CONNECTIONS = 256
 _MOST_BYTES = 16 * 1024  # of a request's body
 _LOCAL_S, _REMOTE_S = 0.5, 2.0  # between two looks at a folder
-_FIELDS = {"scale": '{"size": number}', "checkpoint": "{}", "stop": "{}"}  # of each verb
-_SCRIPTS = ("plotly.js", "page.js", "live.js")
-_JSON = "application/json"
+_FIELDS = {  # of each verb
+    "scale": '{"size": number}',
+    "drain": '{"worker": text}',
+    "checkpoint": "{}",
+    "stop": "{}",
+}
+_ASSETS = {"page.js": "text/javascript", "live.js": "text/javascript", "page.css": "text/css"}
 
 
 class ServedRun:
@@ -95,6 +106,9 @@ def act(run: Run, verb: str, body: Any) -> str:
         case "scale", {"size": int() as size, **rest} if not rest:
             run.scale(size)
             return f"{counted(size, 'worker')} asked for"
+        case "drain", {"worker": str() as worker, **rest} if not rest:
+            run.drain(worker)
+            return f"{worker} leaves once it is replaced"
         case "checkpoint", {**rest} if not rest:
             run.checkpoint()
             return "a checkpoint of one of the next steps will be made"
@@ -104,165 +118,190 @@ def act(run: Run, verb: str, body: Any) -> str:
     raise SpecError(f"the body of {verb} must be {_FIELDS[verb]}")
 
 
-class PageServer(socketserver.ThreadingTCPServer):
-    """Listens on this machine. Raises SpecError if the token is short, plotly is not installed, or
-    the port is taken."""
-
-    daemon_threads = allow_reuse_address = True
-
-    def __init__(self, run: ServedRun, token: str, port: int) -> None:
-        if len(token) < SHORTEST_TOKEN:
-            raise SpecError(f"the token is too short, must have at least {SHORTEST_TOKEN} letters")
-        plotly_script()
-        self.shown, self.token = run, token.encode()
-        try:
-            super().__init__(("127.0.0.1", port), _Request)
-        except OSError as error:
-            raise SpecError(
-                f"--port is {port}: {error}. Choose another one, or 0 for any that is free"
-            ) from None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/"
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """The client has gone; what is wrong here `_Request` has printed."""
-
-
-class _Refused(Exception):
-    """(status, reason)"""
-
-
-class _Request(BaseHTTPRequestHandler):
-    server: PageServer
-    timeout = 10.0  # seconds to wait for the client
-    server_version, sys_version = "elastic_dp", ""
-
-    def do_GET(self) -> None:
-        self._respond(self._show)
-
-    do_HEAD = do_GET
-
-    def do_POST(self) -> None:
-        length = self.headers.get("content-length", "")
-        # All of it, within limits: a client that still sends may not see the answer.
-        self._body = self.rfile.read(min(int(length), 4 * _MOST_BYTES)) if length.isdigit() else b""
-        self._respond(self._steer)
-
-    def log_message(self, *_: Any) -> None:
-        """Requests are not logged."""
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What `BaseHTTPRequestHandler` refuses. 501: it is none of the methods above."""
-        self._answer(405 if code == 501 else code, _error(message or "a wrong request"))
-
-    def _respond(self, act: Callable[[str], None]) -> None:
-        """Call `act` with the path. No error leaves it."""
-        run = self.server.shown
-        try:
-            self._check()
-            act(self.path.partition("?")[0])
-        except _Refused as refusal:
-            self._answer(refusal.args[0], _error(refusal.args[1]))
-        except ElasticError as error:
-            wrong, over = isinstance(error, SpecError), isinstance(error, ClusterError)
-            self._answer(422 if wrong else 409 if over else 503, _error(run.clean(str(error))))
-        except (ConnectionError, TimeoutError):
-            raise
-        except Exception:  # a bug of ours: told here, and not to whoever asked
-            run.print_error()
-            self._answer(500, _error("this server has failed; its terminal says why"))
-
-    def _check(self) -> None:
-        host, origin = self.headers.get("host", ""), self.headers.get("origin")
-        if host.partition(":")[0].lower() not in _NAMES:
-            raise _Refused(421, f"this server is known as {' or '.join(_NAMES)}")
-        writes = self.command == "POST"
-        if writes or self.path.startswith("/api/"):
-            scheme, _, given = self.headers.get("authorization", "").partition(" ")
-            same = hmac.compare_digest(given.strip().encode(errors="replace"), self.server.token)
-            if not same or scheme.lower() != "bearer":
-                what = "the token is missing or wrong; it is in the address that was printed"
-                raise _Refused(401, what)
-        foreign = origin is not None and origin.partition("://")[2].lower() != host.lower()
-        if writes and (foreign or self.headers.get("sec-fetch-site", "none") == "cross-site"):
-            raise _Refused(403, "a request from another site")
-
-    def _show(self, path: str) -> None:
-        run, file = self.server.shown, path.removeprefix("/assets/")
-        if path == "/":
-            scripts = (f'<script src="/assets/{name}"></script>\n' for name in _SCRIPTS)
-            page = fill_page(
-                title=run.name,
-                words=(),
-                policy="",
-                style='<link rel="stylesheet" href="/assets/page.css">',
-                settings={"mode": "live", "control": run.find_live is not None},
-                report=None,
-                scripts="".join(scripts),
-            )
-            self._answer(200, page, "text/html; charset=utf-8")
-        elif path == "/api/report":
-            text, version = run.newest()
-            is_known = self.headers.get("if-none-match") == version
-            self._answer(304 if is_known else 200, "" if is_known else text, etag=version)
-        elif path == "/assets/plotly.js":
-            cached = {"cache-control": "private, max-age=86400"}
-            self._answer(200, plotly_script(), "text/javascript; charset=utf-8", **cached)
-        elif path == f"/assets/{file}" and file in (*_SCRIPTS, "page.css"):
-            kind = "css" if file == "page.css" else "javascript"
-            self._answer(200, asset(file), f"text/{kind}; charset=utf-8")
-        else:
-            raise _Refused(404, "no such page")
-
-    def _steer(self, path: str) -> None:
-        """Ask the live run for something. `_check` has seen the token."""
-        run, verb = self.server.shown, path.removeprefix("/api/")
-        if verb not in _FIELDS:
-            raise _Refused(404, f"no verb {verb[:40]!r}; there are: {', '.join(_FIELDS)}")
-        if run.find_live is None:
-            raise _Refused(403, "this server only shows the run; --control lets it steer")
-        if self.headers.get("content-type", "").partition(";")[0] != _JSON:
-            raise _Refused(415, f"the body must be {_JSON}")
-        if len(self._body) > _MOST_BYTES:
-            raise _Refused(413, f"the body has more than {_MOST_BYTES} bytes")
-        try:
-            body = json.loads(self._body)
-        except (ValueError, RecursionError):
-            raise _Refused(400, "the body is not JSON, or has no length") from None
-        try:
-            done = act(run.find_live(), verb, body)
-        except ElasticError:
-            raise
-        except Exception as error:  # whatever Ray raises
-            run.print_error()
-            what = f"the run's controller does not answer: {type(error).__name__}"
-            raise _Refused(503, what) from error
-        self._answer(202, json.dumps({"done": done}))
-
-    def _answer(self, status: int, text: str, kind: str = _JSON, **headers: str) -> None:
-        content = text.encode(errors="replace")
-        if status == 401:
-            headers["www-authenticate"] = "Bearer"
-        self.send_response(status)
-        own = {"content-type": kind, "content-length": str(len(content))}
-        for name, value in (_HEADERS | own | headers).items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-
-def _error(text: str) -> str:
-    """As ASCII: a text of a run may hold half a character."""
-    return json.dumps({"error": text})
-
-
 def serve(run: ServedRun, token: str, port: int, ready: Callable[[str], None]) -> None:
-    """Serve until the process is told to end. `ready` gets the address. Raises what `PageServer`
-    raises."""
-    with PageServer(run, token, port) as server:
-        ready(server.url)
+    """Serve on this machine until the process is told to end. `ready` gets the address.
+
+    Raises SpecError if packages are missing, the token is short, or the port is taken.
+    """
+    server = web_server(run, token)
+    with listening_socket(port) as listening:
+        ready(f"http://127.0.0.1:{listening.getsockname()[1]}/")
         with contextlib.suppress(KeyboardInterrupt):
-            server.serve_forever()
+            server.run(sockets=[listening])
+
+
+def web_server(run: ServedRun, token: str) -> uvicorn.Server:
+    """Return the server, which does not listen yet. Raises SpecError if packages are missing, or
+    the token is short."""
+    if len(token) < SHORTEST_TOKEN:
+        raise SpecError(f"the token is too short, must have at least {SHORTEST_TOKEN} letters")
+    try:
+        import uvicorn
+
+        app = served_app(run, token)
+    except ModuleNotFoundError as missing:
+        what = (missing.name or "").partition(".")[0]
+        raise SpecError(f"the page needs {what}: pip install 'elastic_dp[ui]'") from None
+    plotly_script()
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=_MOST_CONNECTIONS,
+        timeout_graceful_shutdown=3,
+    )
+    return uvicorn.Server(config)
+
+
+def served_app(run: ServedRun, token: str) -> Starlette:
+    """Return the application."""
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.middleware import Middleware
+    from starlette.middleware.base import BaseHTTPMiddleware
+    from starlette.requests import ClientDisconnect
+    from starlette.responses import HTMLResponse, Response
+    from starlette.routing import Route
+
+    find_live = run.find_live
+
+    def json_response(value: Any, status: int = 200) -> Response:
+        """As ASCII: a text of a run may hold half a character."""
+        return Response(json.dumps(value, allow_nan=False), status, media_type="application/json")
+
+    async def check(request: Request, call_next: Callable[[Request], Any]) -> Response:
+        """Before everything else. No error leaves it, and every answer gets the headers."""
+        if (refusal := _refusal(request, token)) is not None:
+            response = json_response({"error": refusal[1]}, refusal[0])
+        else:
+            try:
+                response = await call_next(request)
+            except Exception:  # a bug of ours: told here, and not to whoever asked
+                run.print_error()
+                failure = "this server has failed; its terminal says why"
+                response = json_response({"error": failure}, 500)
+        if response.status_code == 401:
+            response.headers["www-authenticate"] = "Bearer"
+        for name, value in _HEADERS.items():
+            response.headers.setdefault(name, value)
+        return response
+
+    async def page(request: Request) -> Response:
+        scripts = ("plotly.js", "page.js", "live.js")
+        text = fill_page(
+            title=run.name,
+            words=(),
+            policy="",
+            style='<link rel="stylesheet" href="/assets/page.css">',
+            settings={"mode": "live", "control": find_live is not None},
+            report=None,
+            scripts="".join(f'<script src="/assets/{name}"></script>\n' for name in scripts),
+        )
+        return HTMLResponse(text)
+
+    async def asset_file(request: Request) -> Response:
+        name = request.path_params["file"]
+        if name == "plotly.js":
+            text = await asyncio.to_thread(plotly_script)
+            cached = {"cache-control": "private, max-age=86400"}
+            return Response(text, media_type="text/javascript", headers=cached)
+        if name not in _ASSETS:
+            raise HTTPException(404, "no such file")
+        return Response(asset(name), media_type=_ASSETS[name])
+
+    async def report(request: Request) -> Response:
+        text, version = await asyncio.to_thread(run.newest)
+        headers = {"etag": version}
+        if request.headers.get("if-none-match") == version:
+            return Response(status_code=304, headers=headers)
+        return Response(text, media_type="application/json", headers=headers)
+
+    async def steer(request: Request) -> Response:
+        """Ask the live run for something. `check` has seen the token."""
+        verb = request.path_params["verb"]
+        if verb not in _FIELDS:
+            raise HTTPException(404, f"no verb {verb[:40]!r}; there are: {', '.join(_FIELDS)}")
+        if find_live is None:
+            raise HTTPException(403, "this server only shows the run; --control lets it steer")
+        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+            raise HTTPException(415, "the body must be application/json")
+        content = b""
+        try:
+            async for chunk in request.stream():
+                content += chunk
+                if len(content) > _MOST_BYTES:
+                    raise HTTPException(413, f"the body has more than {_MOST_BYTES} bytes")
+            body = json.loads(content)
+        except (ClientDisconnect, ValueError, RecursionError):
+            raise HTTPException(400, "the body is not JSON") from None
+
+        def do() -> str:
+            try:
+                return act(find_live(), verb, body)
+            except ElasticError:
+                raise
+            except Exception as error:  # whatever Ray raises
+                run.print_error()
+                what = f"the run's controller does not answer: {type(error).__name__}"
+                raise HTTPException(503, what) from error
+
+        return json_response({"done": await asyncio.to_thread(do)}, 202)
+
+    async def failed(request: Request, error: Exception) -> Response:
+        wrong, over = isinstance(error, SpecError), isinstance(error, ClusterError)
+        status = 422 if wrong else 409 if over else 503
+        return json_response({"error": run.clean(str(error))}, status)
+
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return json_response({"error": error.detail}, error.status_code)
+
+    return Starlette(
+        routes=[
+            Route("/", page, methods=["GET"]),
+            Route("/assets/{file}", asset_file, methods=["GET"]),
+            Route("/api/report", report, methods=["GET"]),
+            Route("/api/{verb}", steer, methods=["POST"]),
+        ],
+        middleware=[Middleware(BaseHTTPMiddleware, dispatch=check)],
+        exception_handlers={HTTPException: refused, ElasticError: failed},
+    )
+
+
+def _refusal(request: Request, token: str) -> tuple[int, str] | None:
+    headers = request.headers
+    host = headers.get("host", "")
+    if host.partition(":")[0].lower() not in _NAMES:
+        return 421, f"this server is known as {' or '.join(_NAMES)}"
+    if request.method not in _METHODS:
+        return 405, "this server knows no such method"
+    writes = request.method == "POST"
+    if writes or request.scope["path"].startswith("/api/"):
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        same = hmac.compare_digest(given.strip().encode(errors="replace"), token.encode())
+        if not same or scheme.lower() != "bearer":
+            return 401, "the token is missing or wrong; it is in the address that was printed"
+    origin = headers.get("origin")
+    foreign = origin is not None and origin.partition("://")[2].lower() != host.lower()
+    if writes and (foreign or headers.get("sec-fetch-site", "none") == "cross-site"):
+        return 403, "a request from another site"
+    return None
+
+
+def listening_socket(port: int) -> socket.socket:
+    """Return a socket that listens on this machine. Raises SpecError, which names the option."""
+    listening = socket.socket()
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", port))
+        listening.listen()  # who comes before the server is up waits
+    except OSError as error:
+        listening.close()
+        raise SpecError(
+            f"--port is {port}: {error}. Choose another one, or 0 for any that is free"
+        ) from None
+    return listening

@@ -116,6 +116,7 @@ def test_a_run_from_its_start_to_its_restart(job, tmp_path):
         )
         status, said_of = page.post("/api/scale", {"size": 9})
         assert status == 422 and "within 1..4" in said_of["error"]
+        assert page.post("/api/drain", {"worker": "nobody"})[0] == 422
         assert page.json("/api/report")["phase"] == "running"
 
     asked("checkpoints", "save", "job")  # no other is asked for until the restart

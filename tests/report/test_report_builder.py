@@ -2,12 +2,14 @@
 
 import json
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_dp.report import report_builder
+from elastic_dp.report import metric_curves, report_builder
+from elastic_dp.report.metric_curves import MetricCurves
 from elastic_dp.report.report_builder import ReportBuilder
 from elastic_dp.report.report_model import EventKind, RunPhase, WorkerCondition
 from elastic_dp.run_record import Result
@@ -22,6 +24,7 @@ from tests.report.journals import (
     lost,
     night,
     stopped,
+    times,
 )
 
 
@@ -79,11 +82,11 @@ def test_band_has_the_members_and_the_wanted_workers_over_time():
     ]
 
 
-def test_workers_have_their_stage_their_node_and_their_times():
+def test_workers_have_their_stage_their_node_and_the_time_of_a_step():
     one, two, three = report_of(night()).workers
     assert (one.name, one.condition, one.node) == ("w1", WorkerCondition.ENDED, "node-1")
-    assert (one.times["compute"], two.times["compute"]) == (4, 1)
-    assert (two.condition, two.until) == (WorkerCondition.LOST, T0 + 6)
+    assert (one.steps, one.step_s) == (6, pytest.approx((1 + 4 + 1 + 1) / 6))
+    assert (two.condition, two.until, two.steps) == (WorkerCondition.LOST, T0 + 6, 2)
     assert (three.condition, three.reason) == (WorkerCondition.LEFT, "its node goes away")
 
 
@@ -91,20 +94,17 @@ def test_goodput_of_the_report_is_that_of_the_journal():
     assert report_of(night()).goodput == goodput_of(night())
 
 
-def test_newest_checkpoint_is_that_of_the_journal_and_goes_back_with_the_run():
-    assert report_of(night()).checkpoint == (4, T0 + 8.5)
-    took = [e.seconds for e in report_of(night()).events if e.kind is EventKind.CHECKPOINT]
-    assert took == [0.5]
-    at = next(i for i, line in enumerate(night()) if line.get("event") == "CheckpointCommitted")
-    back = event(9, "CheckpointFound", step=2)
-    assert report_of([*night()[: at + 1], back]).checkpoint == (2, None)
+def test_checkpoints_say_how_long_they_took_and_whether_they_are_stored():
+    report = report_of(night(), stored={4, 6})
+    assert [(row.step, row.stored) for row in report.checkpoints] == [(4, True), (6, True)]
+    assert report.checkpoints[0].seconds == 0.5
+    assert [row.stored for row in report_of(night(), stored=()).checkpoints] == [False]
+    assert [row.stored for row in report_of(night()).checkpoints] == [None]
 
 
 def test_verdict_of_a_finished_run_has_three_sentences():
-    lines = [*night()[:-3], event(12, "CheckpointCommitted", step=6), *night()[-3:]]
-    report = report_of(lines)
+    report = report_of(night(), stored={6})
     assert report.phase is RunPhase.FINISHED
-    assert report_of(night()).verdict[2] == "It has no checkpoint of its last step."
     assert report.verdict == (
         "The run finished (enough) after 6 steps in 12 s, with a loss that went from 2 to 1.",
         "It lost 1 worker: 1.5 % went into redone steps, 12 % into pauses, "
@@ -153,13 +153,13 @@ def test_run_of_which_nothing_is_heard_is_silent_and_not_running():
 
 def test_failed_run_says_the_error_and_from_where_it_goes_on():
     failed = [*night()[:-6], command(12, "FailRun", error="KeyError: 'x'", traceback="")]
-    report = report_of(failed)
+    report = report_of(failed, stored={4})
     assert report.phase is RunPhase.FAILED
     assert report.verdict[0].endswith("KeyError: 'x'.")
     assert report.verdict[2] == "Started again, it goes on from the checkpoint of step 4."
 
 
-def test_run_that_goes_back_says_so_and_shows_what_was_logged_last():
+def test_steps_that_were_logged_again_after_going_back_do_not_count():
     lines = [
         event(0, "ControllerStarted", size=1, takes_over=False),
         form(0, 1, "w1"),
@@ -170,7 +170,9 @@ def test_run_that_goes_back_says_so_and_shows_what_was_logged_last():
         logged(8, 3, loss=33.0),
     ]
     report = report_of(lines)
-    assert (report.first_loss, report.metrics) == (1.0, {"loss": 33.0})
+    assert [(p.step, p.counts) for p in report.curves["loss"]] == [
+        *((1, True), (2, True), (3, False), (4, False), (3, True)),
+    ]
     assert (report.step, report.rollbacks) == (3, 1)
     assert [e.text for e in report.events if e.kind is EventKind.ROLLBACK] == [
         "every worker with the state is gone: from step 4 back to step 2"
@@ -190,11 +192,24 @@ def test_run_in_one_process_is_told_by_its_decisions_and_its_result():
     lines = [logged(1, 1, loss=2.0), explain(1, "checkpoint of step 1 is committed")]
     report = report_of(lines, result=result_of("the last step", "an atomic add"))
     assert report.phase is RunPhase.FINISHED
-    assert report.checkpoint.step == 1
+    assert [row.step for row in report.checkpoints] == [1]
     assert report.verdict[0] == "The run finished (the last step) after 1 step."
     assert "not exact (an atomic add)" in report.verdict[2]
     goes_on = [*lines, logged(3, 2, loss=1.0)]
     assert report_of(goes_on, result=result_of("enough")).phase is RunPhase.RUNNING
+
+
+def test_thinned_curve_keeps_its_ends_its_peaks_and_its_gaps():
+    curves = MetricCurves()
+    for step in range(1, 30_001):
+        value = {7777: 1e6, 12_345: math.nan}.get(step, math.sin(step))
+        curves.line(logged(step, step, loss=value))
+    points = curves.points()["loss"]
+    assert len(points) <= 2 * metric_curves.MOST_POINTS + 3
+    assert max(later.step - p.step for p, later in pairwise(points)) < 100
+    assert points[-1].step == 30_000
+    assert [p.step for p in points if p.value == 1e6] == [7777]
+    assert [p.step for p in points if p.value is None] == [12_345]
 
 
 def test_long_history_keeps_its_newest_events(monkeypatch):
@@ -207,7 +222,7 @@ def test_long_history_keeps_its_newest_events(monkeypatch):
 def test_report_is_json_without_values_that_browsers_refuse():
     lines = [*night(), logged(13, 7, loss=math.nan, lr=math.inf, big=10**400, text="<b>")]
     text = json.dumps(report_of(lines).to_json(), allow_nan=False)
-    assert json.loads(text)["metrics"] == {"loss": None, "lr": None} and "<b>" not in text
+    assert "T" not in json.loads(text)["curves"] and "<b>" not in text
 
 
 def test_report_shows_no_credentials_of_a_url():
@@ -242,3 +257,12 @@ def test_report_of_a_journal_that_comes_line_by_line_is_that_of_the_whole():
         builder.line(line)
         now = line["time"]
         assert builder.build(now) == report_of(night()[:number], now)
+
+
+def test_step_time_needs_no_step_of_the_worker():
+    lines = [
+        event(0, "ControllerStarted", size=1, takes_over=False),
+        form(0, 1, "w1"),
+        times(1, 0, w1=(0, 0, 0, 0, 0, 1, 0)),
+    ]
+    assert report_of(lines).workers[0].step_s is None

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.report.chromium import Watched, chromium
-from tests.report.journals import event, night
+from tests.report.journals import explain, logged, night
 from tests.report.test_report_page import EVIL, page_of
 
 
@@ -16,8 +16,7 @@ def browser():
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "night.html"
-    lost_to = f"{EVIL}<b>bold</b>"
-    lines = [*night()[:-4], event(12, "StopRequested", reason=lost_to), *night()[-4:]]
+    lines = [*night(), explain(13, f"{EVIL}<b>bold</b>"), logged(13, 7, **{EVIL: 1.0})]
     path.write_text(page_of(lines, name=f"night {EVIL}"), "utf-8")
     return path.as_uri()
 
@@ -33,8 +32,9 @@ def test_report_in_chromium_is_drawn_accessible_and_asks_for_nothing(scheme, bro
     assert watched.fits()
     assert watched.page.get_attribute("html", "data-theme") == scheme
     # Each kind of event of the journal is a mark of its own in the chart.
-    assert watched.page.locator("#band-chart .scatterlayer .points path").count() == 14
-    assert watched.page.get_by_text(f"stop requested: {EVIL}<b>bold</b>").count() == 1
+    assert watched.page.locator("#band-chart .scatterlayer .points path").count() == 13
+    watched.page.select_option("#metric", EVIL)
+    assert watched.page.locator("#loss-chart .ytitle").text_content() == EVIL
     assert watched.page.locator("img, b, iframe").count() == 0
     assert watched.complaints == []
 

@@ -37,13 +37,17 @@ def test_page_holds_its_scripts_and_styles_and_names_no_other_file():
 
 
 def test_text_of_a_run_never_becomes_markup_of_the_page():
-    lines = [*night()[:-4], explain(13, EVIL), logged(13, 7, **{EVIL: 1.0})]
+    lines = [
+        *night(),
+        explain(13, EVIL),
+        logged(13, 7, **{EVIL: 1.0}),
+    ]
     page = page_of(lines, name=EVIL).replace(plotly_script(), "").replace(asset("page.js"), "")
     assert "<script>alert" not in page and "<img" not in page and page.count("<!--") == 0
     text = re.search(r'id="report">(.*?)</script>', page, re.S)[1]
     report = json.loads(text)
-    assert report["name"] == EVIL and EVIL in report["metrics"]
-    assert report["reason"] == EVIL
+    assert report["name"] == EVIL and EVIL in report["curves"]
+    assert report["decisions"][-1]["text"] == EVIL
 
 
 def test_page_allows_its_own_scripts_alone():

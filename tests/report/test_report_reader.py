@@ -75,7 +75,7 @@ def test_folder_that_was_replaced_is_read_again(tmp_path):
     (tmp_path / "metrics.jsonl").unlink()
     write(tmp_path, night()[:3])
     report = folder.report(T0 + 12)
-    assert (report.lost, report.starts, report.metrics) == (0, 1, {})
+    assert (report.lost, report.starts, report.curves) == (0, 1, {})
 
 
 def test_folder_without_a_journal_has_an_empty_report(tmp_path):
@@ -123,5 +123,5 @@ def test_report_of_a_real_run_with_a_kill_and_a_join_has_both(tmp_path):
     assert (report.lost, report.step) == (outcome.workers_lost, outcome.step)
     assert max(size.present for size in report.band) == 3
     assert report.goodput == goodput_of(read_events(path))
-    assert any(row.times["compute"] for row in report.workers)
+    assert any(row.step_s and row.steps for row in report.workers)
     assert report.verdict[2] == f"Its final weights are in the checkpoint of step {outcome.step}."

@@ -5,8 +5,9 @@ import http.client
 import json
 import threading
 
-from elastic_dp.ui.server import PageServer, ServedRun
+from elastic_dp.ui.server import ServedRun, listening_socket, web_server
 from elastic_dp.urls import StorageURL
+from tests.patience import eventually
 
 TOKEN = "a-token-that-nobody-guesses"
 
@@ -24,6 +25,9 @@ class Recorded:
 
     def scale(self, size=None):
         self.asked.append(("scale", size))
+
+    def drain(self, worker):
+        self.asked.append(("drain", worker))
 
     def checkpoint(self):
         self.asked.append(("checkpoint",))
@@ -70,10 +74,12 @@ class Served:
 def served(run, *, token=TOKEN, find_live=None, options=None):
     """`run`: the URL of its folder."""
     shown = ServedRun(str(run).rpartition("/")[2], StorageURL(str(run), options), find_live)
-    with PageServer(shown, token, 0) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+    server = web_server(shown, token)
+    with listening_socket(0) as listening:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
-        yield Served(server.server_address[1])
-        server.shutdown()
+        eventually(lambda: server.started)
+        yield Served(listening.getsockname()[1])
+        server.should_exit = True
         thread.join(30)
         assert not thread.is_alive()

@@ -35,6 +35,9 @@ class Controlled:
     def scale(self, size=None):
         self._post(SizeRequested(size, None))
 
+    def drain(self, worker):
+        self._post(DrainNoticed(worker, None))
+
     def checkpoint(self):
         self._post(CheckpointRequested())
 
@@ -90,7 +93,7 @@ def test_each_event_of_a_run_is_seen_and_buttons_steer_it(browser, live):
     page.click("#checkpoint-now")
     wait_for(page, "checkpoint")
     drained = members(run)[0]
-    run.controller.post(DrainNoticed(drained, None))
+    page.get_by_role("button", name=f"Drain {drained}", exact=True).click()
     wait_for(page, "notice", drained)
     eventually(lambda: drained not in members(run), run.controller.status)
     wait_for(page, "leave", drained)
@@ -118,7 +121,7 @@ def test_page_of_an_ended_run_is_dark_and_narrow_where_the_screen_is(browser, tm
         page.goto(f"{server.url}/#token={TOKEN}")
         page.wait_for_selector("#band-chart .scatterlayer")
         assert watched.faults() == [] and watched.fits()
-        assert page.locator("#control").count() == 0  # nobody steers here
+        assert page.locator("#control, [data-key^=drain]").count() == 0  # nobody steers here
         assert page.locator("#tile-workers").text_content() == "none"
         page.evaluate("report.band = report.band.map(([at]) => [at, 1, 1]); drawBand()")
         assert page.locator("#band-chart .ytick text").all_text_contents() == ["0", "1"]

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from elastic_dp.errors import ClusterError, SpecError
-from elastic_dp.ui.server import PageServer
+from elastic_dp.ui.server import web_server
 from tests.report.journals import T0, event, night
 from tests.report.test_report_reader import write
 from tests.ui.serving import TOKEN, Recorded, served
@@ -47,7 +47,7 @@ def test_report_is_served_as_json(shown):
 def test_run_with_half_a_character_in_a_name_is_served(tmp_path):
     write(tmp_path, [*night(), {"time": T0 + 1, "step": 1, os.fsdecode(b"caf\xe9"): 1.0}])
     with served(tmp_path) as server:
-        assert "caf\udce9" in server.json("/api/report")["metrics"]
+        assert "caf\udce9" in server.json("/api/report")["curves"]
 
 
 def test_pages_hold_nothing_of_a_run_and_their_files_are_served(shown):
@@ -86,13 +86,14 @@ def test_report_that_the_page_has_is_not_sent_again(tmp_path):
 
 def test_holder_of_the_token_steers_a_run(steered, controls):
     assert steered.post("/api/scale", {"size": 3}) == (202, {"done": "3 workers asked for"})
+    assert steered.post("/api/drain", {"worker": "w1"})[0] == 202
     assert steered.post("/api/checkpoint", {})[0] == 202
     assert steered.post("/api/stop", {})[0] == 202
-    asked = [("scale", 3), ("checkpoint",), ("stop", "asked on the page")]
+    asked = [("scale", 3), ("drain", "w1"), ("checkpoint",), ("stop", "asked on the page")]
     assert controls.asked == asked
 
 
-VERBS = ("scale", "checkpoint", "stop")
+VERBS = ("scale", "drain", "checkpoint", "stop")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_server_that_only_shows_refuses_to_steer(shown):
 def test_nobody_reads_of_a_run_without_the_token(folder):
     """Also other users of this machine reach its loopback address."""
     with pytest.raises(SpecError, match="too short"):
-        PageServer(None, "short", 0)
+        web_server(None, "short")
     with served(folder) as server:
         assert server.ask("GET", "/api/report")[0] == 401
         assert server.read("/api/report", Authorization="Bearer wrong")[0] == 401
@@ -164,7 +165,7 @@ def test_nobody_reads_of_a_run_without_the_token(folder):
     [
         *(("scale", body, 422) for body in ({}, {"size": 1.5}, {"size": "3"}, {"siz": 3}, [])),
         *(("scale", body, 422) for body in (b"null", {"size": 3, "x": 1})),
-        ("drain", {"worker": "w1"}, 404),
+        *(("drain", body, 422) for body in ({}, {"worker": 3})),
         *(("stop", {"reason": "x"}, 422), ("checkpoint", [], 422)),
         *(("stop", body, 400) for body in (b"", b"{", b"\xff", b"[" * 10_000)),
         ("stop", b" " * 20_000, 413),

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 
@@ -11,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from elastic_dp.cli import app
+from elastic_dp.ui.server import listening_socket
 from tests.report.journals import night
 from tests.report.test_report_reader import write
 from tests.ui.serving import Served
@@ -56,7 +56,7 @@ def test_live_report_refuses_by_name(words, message, stored):
 
 
 def test_port_that_is_taken_is_refused_by_name(stored):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with listening_socket(0) as taken:
         port = str(taken.getsockname()[1])
         said = CliRunner().invoke(app, ["report", "night", "--live", "--port", port, *stored])
     assert said.exit_code == 2 and f"--port is {port}: " in said.stderr

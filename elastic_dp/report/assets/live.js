@@ -107,10 +107,15 @@ function controls() {
     event.preventDefault();
     command("scale", { size: Number(size.value) });
   } }, el("label", {}, "Workers ", size), " ", el("button", { class: "main", id: "scale" }, "Scale"));
-  return section("control", "Control", el("div", { class: "tools" }, scale,
+  return section("control", "Control", true, el("div", { class: "tools" }, scale,
     el("button", { type: "button", id: "checkpoint-now", onclick: () => command("checkpoint", {}) }, "Checkpoint now"),
     el("button", { type: "button", id: "stop", onclick: confirmStop }, "Stop the run")),
-  el("p", { class: "note", role: "status", id: "told" }));
+  el("p", { class: "note", role: "status", id: "told" }, "A worker is drained in the table of workers."));
+}
+
+function drainButton(row) {
+  return el("button", { type: "button", "data-key": `drain ${row.name}`, "aria-label": `Drain ${row.name}`,
+    onclick: () => command("drain", { worker: row.name }) }, "Drain");
 }
 
 takeToken();

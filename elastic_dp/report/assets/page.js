@@ -7,6 +7,8 @@ const main = $("main");
 let report = null;
 let hidden = new Set(); // kinds of events that are not shown
 let allEvents = false;
+let xAxis = "step";
+let metric = "loss";
 
 // ----------------------------------------------------------------------------- elements
 
@@ -30,9 +32,9 @@ function fill(element, ...children) {
   if (key) [...element.querySelectorAll("[data-key]")].find((each) => each.dataset.key === key)?.focus();
 }
 
-function section(id, title, ...children) {
+function section(id, title, wide, ...children) {
   const heading = el("h2", { id: `${id}-title` }, title);
-  return el("section", { id, "aria-labelledby": `${id}-title` }, heading, ...children);
+  return el("section", { id, class: wide ? "" : "half", "aria-labelledby": `${id}-title` }, heading, ...children);
 }
 
 function table(caption, columns, rows) {
@@ -106,6 +108,17 @@ function draw(id, label, traces, more) {
   Plotly.react(chart, traces, layout(more), { displayModeBar: false, responsive: true });
 }
 
+function drawLoss() {
+  const points = (report.curves[metric] || []).filter((point) => xAxis === "time" || point[3]);
+  const x = points.map(([time, step]) => (xAxis === "time" ? clock(time, 3) : step));
+  const last = points.length ? `, last value ${number(points[points.length - 1][2])}` : ", no values yet";
+  draw("loss-chart", `${metric} over ${xAxis === "time" ? "time" : "steps"}${last}`, [{
+    x, y: points.map((point) => point[2]), mode: points.length < 3 ? "markers" : "lines", name: plain(metric),
+    line: { color: color("c1"), width: 2 }, hoverinfo: "x+y",
+  }], { xaxis: { title: { text: xAxis === "time" ? "time" : "step" }, type: xAxis === "time" ? "date" : "linear" },
+        yaxis: { title: { text: plain(metric) } }, showlegend: false });
+}
+
 function drawBand() {
   const band = report.band.slice();
   if (band.length) band.push([report.until, band[band.length - 1][1], band[band.length - 1][2]]);
@@ -151,15 +164,20 @@ const SHOW = {
   verdict() {
     document.title = `${report.name}: ${report.phase}`;
     fill($("phase"), el("span", { class: `badge ${TONES[report.phase] || "warn"}` }, report.phase));
-    const newest = report.checkpoint;
+    const newest = report.checkpoints[report.checkpoints.length - 1];
     const tiles = [
       ["step", report.step], ["workers", report.wanted ? `${report.present} of ${report.wanted}` : "none"], ["goodput", percent(report.goodput.fraction)],
-      ["workers lost", report.lost], ["generation", report.generation], ["newest checkpoint", newest ? `step ${newest[0]}` : "none"],
+      ["workers lost", report.lost], ["generation", report.generation], ["newest checkpoint", newest ? `step ${newest.step}` : "none"],
       ["trained for", duration(report.led_s) || "unknown"],
     ];
-    if ("loss" in report.metrics) tiles.push(["loss", number(report.metrics.loss)]);
     fill($("verdict-body"), ...report.verdict.map((sentence) => el("p", {}, sentence)),
       el("dl", { class: "tiles" }, tiles.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", { id: `tile-${name.replaceAll(" ", "-")}` }, value)))));
+  },
+  loss() {
+    const names = Object.keys(report.curves);
+    if (!names.includes(metric) && names.length) metric = names[0];
+    fill($("metric"), names.map((name) => el("option", { value: name, selected: name === metric }, name)));
+    drawLoss();
   },
   band() {
     const kinds = KINDS.map(([kind]) => kind).filter((kind) => report.events.some((event) => event.kind === kind));
@@ -177,11 +195,13 @@ const SHOW = {
   },
   workers() {
     const rows = report.workers.slice().reverse();
-    const columns = [["worker", "kind"], ["condition", "kind"], ["node"],
+    const columns = [["worker", "kind"], ["condition", "kind"], ["node"], ["steps", "number"], ["step time", "number"],
       ["waited for data", "number"], ["computed", "number"], ["in collectives", "number"], ["redone", "number"], ["paused", "number"], ["reason"]];
+    if (settings.control) columns.push(["control"]);
     fill($("workers-body"), table("Workers, the newest first", columns, rows.map((row) => [
-      workerName(row), row.condition, row.node.slice(0, 12), duration(row.times.data), duration(row.times.compute),
+      workerName(row), row.condition, row.node.slice(0, 12), row.steps, duration(row.step_s), duration(row.times.data), duration(row.times.compute),
       duration(row.times.collective), duration(row.times.redone), duration(row.times.pause), row.reason,
+      ...(settings.control ? [row.until === null ? drainButton(row) : ""] : []),
     ])));
   },
   events() {
@@ -192,20 +212,41 @@ const SHOW = {
     fill($("events-body"), table("Events, the newest first", [["time", "time"], ["event", "kind"], ["step", "number"], ["what happened"], ["took", "number"]],
       shown.slice(0, most).map((event) => [when(event.time), event.kind, event.step, event.text, duration(event.seconds)])), ...more);
   },
+  checkpoints() {
+    fill($("checkpoints-body"), table("Checkpoints, the newest first", [["step", "number"], ["committed", "time"], ["took", "number"], ["stored"]],
+      report.checkpoints.slice().reverse().map((row) => [row.step, when(row.time), duration(row.seconds), row.stored === null ? "unknown" : row.stored ? "yes" : "deleted"])));
+  },
+  decisions() {
+    fill($("decisions-body"), table("Decisions and their reasons, the newest first", [["time", "time"], ["decision"]],
+      report.decisions.slice(-500).reverse().map((decision) => [when(decision.time), decision.text])));
+  },
 };
 
 function chart(id, size) {
   return el("div", { id, class: `chart ${size || ""}`, role: "img", "aria-label": "a chart" });
 }
 
+function choice(name, value, words, checked, act) {
+  return el("label", {}, el("input", { type: "radio", name, value, checked, onchange: act }), ` ${words}`);
+}
+
 function buildRunPage() {
+  const byAxis = (event) => { xAxis = event.target.value; drawLoss(); };
+  const byMetric = (event) => { metric = event.target.value; drawLoss(); };
   fill(main,
-    section("verdict", "Verdict", el("div", { id: "verdict-body", class: "verdict" })),
+    section("verdict", "Verdict", true, el("div", { id: "verdict-body", class: "verdict" })),
     ...(settings.control ? [controls()] : []),
-    section("band", "Workers and events", el("div", { class: "tools" }, el("fieldset", { id: "kinds" })), chart("band-chart", "tall")),
-    section("goodput", "Goodput", el("div", { id: "goodput-body" })),
-    section("workers", "Workers", el("div", { id: "workers-body" })),
-    section("events", "Events", el("div", { id: "events-body" })));
+    section("band", "Workers and events", true, el("div", { class: "tools" }, el("fieldset", { id: "kinds" })), chart("band-chart", "tall")),
+    section("loss", "Metrics", false,
+      el("div", { class: "tools" },
+        el("label", {}, "Metric ", el("select", { id: "metric", onchange: byMetric })),
+        el("fieldset", {}, el("legend", {}, "Over:"), choice("x", "step", "steps", true, byAxis), choice("x", "time", "time", false, byAxis))),
+      chart("loss-chart")),
+    section("goodput", "Goodput", false, el("div", { id: "goodput-body" })),
+    section("checkpoints", "Checkpoints", true, el("div", { id: "checkpoints-body" })),
+    section("workers", "Workers", true, el("div", { id: "workers-body" })),
+    section("events", "Events", false, el("div", { id: "events-body" })),
+    section("decisions", "Decisions", false, el("div", { id: "decisions-body" })));
 }
 
 function show() {
@@ -221,7 +262,7 @@ function applyTheme() {
   const dark = theme === "dark" || (theme === "system" && systemTheme.matches);
   document.documentElement.dataset.theme = dark ? "dark" : "light";
   $("theme").textContent = `Theme: ${theme}`;
-  if (report) drawBand();
+  if (report) for (const drawn of [drawLoss, drawBand]) drawn();
 }
 
 $("theme").addEventListener("click", () => {
