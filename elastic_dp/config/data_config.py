@@ -57,7 +57,7 @@ class DataConfig(_Order):
     - `columns`: read only these columns.
     - `filter`: a pyarrow expression, such as `pyarrow.compute.field("x") > 3`: only rows for which
       it is true, and not null, are part of the data set. Columns that it uses and `columns` does
-      not name are read for it alone; so are, with `pack`, those that cannot be packed.
+      not name are read for it alone.
     - `pack`: rows are documents, and a row of a micro-batch has `pack` tokens of documents end to
       end, with the columns "position_ids" and "document_ids". All columns must be lists with one
       number for each token, such as "input_ids". None: rows are as they are.

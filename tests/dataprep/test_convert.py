@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import lzma
+import re
 import subprocess
 import sys
 import textwrap
@@ -183,19 +184,20 @@ def test_name_of_a_column_that_is_no_text_is_refused_by_one_sentence(ending, tmp
 
 
 @pytest.mark.parametrize("name", ["a[1].jsonl", "it's.jsonl", "a*.jsonl", "é ü.jsonl"])
-def test_names_are_no_patterns(name, tmp_path):
+def test_names_with_marks_of_patterns_are_escaped(name, tmp_path):
     plant(tmp_path / "in", {name: '{"x":1}\n'})
     plant(tmp_path / name, {"b/a.jsonl": '{"x":1}\n'})
-    assert convert(str(tmp_path / "in" / name), str(tmp_path / "out")).rows == 1
-    assert convert(str(tmp_path / name), str(tmp_path / "of-folder")).rows == 1
+    escaped = re.sub(r"([*?[])", r"[\1]", name)
+    assert convert(str(tmp_path / "in" / escaped), str(tmp_path / "out")).rows == 1
+    assert convert(f"{tmp_path / escaped}/**/*", str(tmp_path / "of-folder")).rows == 1
 
 
 def test_name_that_is_also_a_pattern_of_another_file_is_refused_as_by_training(tmp_path):
-    plant(tmp_path / "in", {"a*.jsonl": '{"x":1}\n', "a1.jsonl": '{"x":2}\n'})
+    plant(tmp_path / "in", {"a[1].jsonl": '{"x":1}\n', "a1.jsonl": '{"x":2}\n'})
     with pytest.raises(
-        DataError, match=r"^'.*a\*\.jsonl' is the name of a file, and also a pattern"
+        DataError, match=r"^'.*a\[1\]\.jsonl' is the name of a file, and also a pattern"
     ):
-        convert(f"{tmp_path}/in/a*.jsonl", str(tmp_path / "out"))
+        convert(f"{tmp_path}/in/a[1].jsonl", str(tmp_path / "out"))
 
 
 def test_a_glob_reads_what_it_names(tmp_path):

@@ -14,7 +14,7 @@ count empty ones as nulls. There, nulls are refused when a row group is read.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import pyarrow as pa
@@ -51,7 +51,6 @@ class Columns:
     def __init__(self, wanted: Sequence[str] | None, used: Sequence[str] = ()) -> None:
         self._wanted = None if wanted is None else list(dict.fromkeys([*wanted, *used]))
         self._delivered, self._used = wanted, used
-        self._left_out = frozenset[str]()  # leaves that are read for the filter alone
         # Type, first shard that has the column in it
         self._types: dict[str, tuple[pa.DataType, str]] = {}
         self._shards: dict[_Types, str] = {}  # the first shard with these types
@@ -107,19 +106,13 @@ class Columns:
         """The columns that a batch has. Raises DataError for one that has no tensor."""
         self.refuse_missing()
         self.refuse_case()
-        wanted = leaves(self.schema(), self._delivered)
-        found = [leaf for leaf in wanted if leaf.name not in self._left_out]
-        if not wanted:
+        found = leaves(self.schema(), self._delivered)
+        if not found:
             raise DataError("DataConfig.url: the shards have no columns")
         self._refuse_ambiguous(self.schema(), "the shards together", self._wanted)
         for leaf in found:
             refuse_without_tensor(leaf)
         return found
-
-    def leave_out(self, is_left_out: Callable[[pa.Field], bool]) -> None:
-        """Leaves columns out of `leaves` that the filter uses, where the job names no columns."""
-        used = leaves(self.schema(), self._used) if self._delivered is None else []
-        self._left_out = frozenset(leaf.name for leaf in used if is_left_out(leaf))
 
     def refuse_nulls(self) -> None:
         """Raises DataError for a column that a shard lacks or that holds nulls, if nulls have no

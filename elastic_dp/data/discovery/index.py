@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+from array import array
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -15,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from elastic_dp.config import DataConfig
+from elastic_dp.data.columns.arrow_arrays import arrow_ints
 from elastic_dp.data.columns.column_types import type_name
 from elastic_dp.data.columns.schema import Columns
 from elastic_dp.data.discovery.partitions import folder_columns
@@ -27,7 +29,6 @@ from elastic_dp.storage import redact_url
 # Limit of all footers that the index keeps, those of the first shards. A worker that begins such a
 # shard needs no request for its footer.
 FOOTER_BYTES_KEPT = 8 << 20
-_COUNTED: Mapping[str, int] = MappingProxyType({})  # shared by all scans that are kept
 _INT16_SOURCES = 1 << 15
 
 __all__ = ["Builder", "Index", "IndexedSource", "read_index"]
@@ -83,10 +84,6 @@ def read_index(
         shown = redact_url(urls[0])
         raise DataError(f"DataConfig.url: no shard at {shown!r} holds a row: {some(empty)}")
     in_folders.check()
-    if config.pack is not None:
-        from elastic_dp.data.discovery.row_counts import is_packable
-
-        columns.leave_out(lambda leaf: not is_packable(leaf.type))
     columns.refuse_nulls()
     index = replace(build.finish(columns), asked=asked)
     if config.filter is None and config.pack is None:
@@ -102,21 +99,16 @@ class Builder:
     def __init__(self) -> None:
         self._sources: list[IndexedSource] = []
         self._shards: list[tuple[Any, ...]] = []  # not converted to arrays yet
-        self._shard_batches: list[pa.RecordBatch] = []
-        self._scans: list[Scan] = []
-        self._group_batches: list[pa.RecordBatch] = []
-        self._counts: list[Ints] = []  # row groups of each shard
-        self._num_groups = self._footer_bytes = 0
+        self._batches: list[pa.RecordBatch] = []
+        self._source_of = array("q")  # by shard
+        self._ends = array("q", [0])  # row groups up to a shard
+        self._groups = {field.name: array("q") for field in _GROUPS}
+        self._footer_bytes = 0
 
-    def begin(
-        self,
-        chosen: str,
-        weight: float | None,
-        is_file: bool,
-    ) -> None:
+    def begin(self, chosen: str, weight: float | None, is_file: bool) -> None:
         """Begins a source. The shards that are added next belong to it."""
         self._end()
-        first = self._num_groups
+        first = self._ends[-1]
         self._sources.append(IndexedSource(chosen, weight, is_file, first, first))
 
     def add(
@@ -127,64 +119,52 @@ class Builder:
         scan: Scan,
         partition: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        values = json.dumps(dict(partition)) if partition else None
-        source, footer = len(self._sources) - 1, None
+        values, footer = json.dumps(dict(partition)) if partition else None, None
         if scan.footer and self._footer_bytes + len(scan.footer) <= FOOTER_BYTES_KEPT:
             footer = scan.footer
             self._footer_bytes += len(footer)
-        self._shards.append((name, version, source, size, scan.check, scan.tail, footer, values))
-        self._scans.append(replace(scan, footer=b"", nulls=_COUNTED))
-        self._num_groups += len(scan.rows)
+        self._shards.append((name, version, size, scan.check, scan.tail, footer, values))
+        self._source_of.append(len(self._sources) - 1)
+        self._ends.append(self._ends[-1] + len(scan.rows))
+        for column, numbers in self._groups.items():
+            numbers.frombytes(getattr(scan, column).tobytes())
         if len(self._shards) >= CHUNK:
             self._flush()
 
     def finish(self, columns: Columns) -> Index:
         self._flush()
         self._end()
-        counts, groups = np.concatenate(self._counts), _joined(self._group_batches)
-        if null_bytes := columns.null_bytes():
-            at = groups.schema.get_field_index("nbytes")
-            nbytes = groups["nbytes"].to_numpy() + null_bytes * groups["rows"].to_numpy()
-            groups = groups.set_column(at, _GROUPS.field("nbytes"), pa.array(nbytes))
+        shards = _joined(self._batches)
+        kind = pa.int16() if len(self._sources) <= _INT16_SOURCES else pa.int32()
+        shards = shards.append_column("source", arrow_ints(_ints(self._source_of)).cast(kind))
+        numbers = {name: _ints(values) for name, values in self._groups.items()}
+        numbers["nbytes"] = numbers["nbytes"] + columns.null_bytes() * numbers["rows"]
+        groups = [arrow_ints(numbers[field.name]) for field in _GROUPS]
         return Index(
             sources=tuple(self._sources),
-            shards=_joined(self._shard_batches),
-            groups=groups,
-            group_bounds=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+            shards=shards,
+            groups=pa.record_batch(groups, _GROUPS),
+            group_bounds=_ints(self._ends),
             schema=columns.schema(),
             columns=tuple((f.name, type_name(f.type)) for f in columns.leaves()),
         )
 
     def _end(self) -> None:
         if self._sources:
-            self._sources[-1] = replace(self._sources[-1], end_group=self._num_groups)
+            self._sources[-1] = replace(self._sources[-1], end_group=self._ends[-1])
 
     def _flush(self) -> None:
-        if not self._shards:
-            return
-        columns = zip(*self._shards, strict=True)
-        schema = _SHARDS
-        if len(self._sources) > _INT16_SOURCES:
-            at = schema.get_field_index("source")
-            schema = schema.set(at, pa.field("source", pa.int32()))
-            self._shard_batches = [batch.cast(schema) for batch in self._shard_batches]
-        self._shard_batches.append(
-            pa.record_batch(
-                [pa.array(values, f.type) for values, f in zip(columns, schema, strict=True)],
-                schema,
-            )
-        )
-        self._counts.append(np.array([len(scan.rows) for scan in self._scans], dtype=np.int64))
-        arrays = [np.concatenate([getattr(scan, f.name) for scan in self._scans]) for f in _GROUPS]
-        self._group_batches.append(pa.record_batch([pa.array(a) for a in arrays], _GROUPS))
-        self._shards, self._scans = [], []
+        if self._shards:
+            columns = zip(zip(*self._shards, strict=True), _SHARDS, strict=True)
+            arrays = [pa.array(values, field.type) for values, field in columns]
+            self._batches.append(pa.record_batch(arrays, _SHARDS))
+            self._shards = []
 
 
 _SHARDS = pa.schema(
     {
         "name": pa.large_string(),
         "version": pa.large_string(),
-        "source": pa.int16(),  # int32 where there are more
         "size": pa.int64(),
         "check": pa.int64(),
         "tail": pa.int64(),
@@ -236,6 +216,10 @@ def _with_partition(
     nulls = {**scan.nulls, **{n: rows for n, value in partition.items() if value is None}}
     nbytes = scan.nbytes + scan.rows * row_bytes
     return replace(scan, schema=schema, nbytes=nbytes, nulls=nulls)
+
+
+def _ints(numbers: array[int]) -> Ints:
+    return np.frombuffer(numbers, np.int64)
 
 
 def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:

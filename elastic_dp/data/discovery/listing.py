@@ -23,7 +23,6 @@ STATE, INFO = "state.json", "dataset_info.json"  # notes of Hugging Face `datase
 CACHED = "cached results of Hugging Face datasets"
 _CACHE = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")
 _NAMED = 3
-_LOOKS = 16  # folders that are listed to find an example
 _PARTITION = re.compile(r"[^/=]+=[^/]*")
 _HASHED = re.compile(r"[01]{4}|[01]{8}|[0-9a-f]{8}")  # folders of Iceberg's object store layout
 _LOGS = {"_delta_log": "Delta", ".hoodie": "Hudi", "metadata": "Iceberg"}
@@ -108,31 +107,18 @@ def _find(url: str, store: Store) -> tuple[FolderListing, Listing]:
 
 
 def _find_glob(url: str, store: Store) -> tuple[FolderListing, Listing]:
-    """Resolves a URL with "[", "*" or "?", which may be a pattern or the name of a file or
-    folder."""
     path, root = store.path, root_of(store.path)
-    exact, mark = path.rstrip("/"), glob_mark(store.path)
-    is_deep = "/" in exact[mark:] or "**" in exact
-    look = store.look(root, deep=is_deep)
-    is_folder = exact in look.folders or any(e.path.startswith(f"{exact}/") for e in look.entries)
-    is_file = [entry for entry in look.entries if entry.path == exact]
-    matches = _pattern(url, exact) if not path.endswith("/") else lambda path: False
-    matched = [entry for entry in look.entries if matches(entry.path) and entry.path != exact]
-    if (is_folder or is_file) and matched:
-        what = "file" if is_file else "folder"
+    rest = path[glob_mark(path) :]
+    look = store.look(root, deep="/" in rest or "**" in rest)
+    matches = _pattern(url, path)
+    matched = [entry for entry in look.entries if matches(entry.path)]
+    if matched and not matches(path) and any(entry.path == path for entry in look.entries):
         raise DataError(
-            f"DataConfig.url: {redact_url(url)!r} is the name of a {what}, and also a pattern that "
-            f"matches {matched[0].path[len(root) :]}. In a pattern write '[[]' for '[', '[*]' for "
-            "'*' and '[?]' for '?'; or rename it"
+            f"DataConfig.url: {redact_url(url)!r} is the name of a file, and also a pattern that "
+            f"matches {matched[0].path[len(root) :]}; write '[[]' for '[' of a name"
         )
-    if is_file:
-        return look, _file(url, is_file[0])
-    if is_folder:
-        inside = store.look(exact, deep=False)
-        return inside, _listing(url, root, f"{exact}/", inside, inside.entries)
     folders = [folder for folder in look.folders if matches(folder)]
-    listing = _listing(url, root, root, look, matched)
-    return look, replace(listing, is_glob=True, folders=folders)
+    return look, replace(_listing(url, root, root, look, matched), is_glob=True, folders=folders)
 
 
 def _listing(
@@ -302,43 +288,31 @@ def files_of_saved(content: bytes) -> list[str]:
 # ------------------------------------------------------------------------------- nothing to read
 
 
-def why_nothing(listing: Listing, store: Store, is_wanted: Callable[[str], object]) -> str:
-    """Why no file of the listing is wanted, and what to do. `is_wanted(name)`: by the name."""
+def why_nothing(listing: Listing) -> str:
+    """Why no file of the listing is a shard, and what to do."""
     skipped = listing.skipped([])
     if listing.hidden and len(skipped) == 1:
         return (
             f"only {skipped_message(skipped)}. Names that begin with '.' or '_' are files that are "
             "not finished, or notes of the program that wrote them; rename them if they are shards"
         )
-    if below := _first_below(store, listing.folders, is_wanted):
+    below = ""
+    if listing.folders:
         base = listing.url if listing.is_glob else f"{listing.url.rstrip('/')}/"
         base = base[: glob_mark(base)].rpartition("/")[0] + "/"
-        ending = below.path[below.path.rfind(".") :]
-        name = below.path[len(listing.root) :].lstrip("/")
-        return f"the files lie in its subfolders, such as {name}. '{base}**/*{ending}' reads them"
-    if listing.entries or listing.unreadable:
-        return f"none of the files can be read: {skipped_message(skipped)}"
-    if listing.folders:
         some = ", ".join(f"{path[len(listing.root) :]}/" for path in listing.folders[:_NAMED])
-        return f"there are only folders ({some}, …); name the one that has the files"
+        below = f"there are folders ({some}): '{base}**' reads what lies below"
+    if listing.entries or listing.unreadable:
+        why = f"none of the files can be read: {skipped_message(skipped)}"
+        return f"{why}; {below}" if below else why
+    if below:
+        return below
     if listing.is_glob:
-        return "no file matches the pattern; correct it"
+        return (
+            "no file matches the pattern; correct it, and write '[[]' for '[', '[*]' for '*' and "
+            "'[?]' for '?' of a name"
+        )
     return "no file of that name or below it; look at its spelling, and whether it is mounted here"
-
-
-def _first_below(
-    store: Store, folders: Sequence[str], is_wanted: Callable[[str], object]
-) -> Entry | None:
-    waiting = list(folders)
-    for _ in range(_LOOKS):
-        if not waiting:
-            return None
-        look = store.look(waiting.pop(0), deep=False)
-        for entry in look.entries:
-            if is_wanted(entry.path.rpartition("/")[2]):
-                return entry
-        waiting.extend(f for f in look.folders if f.rpartition("/")[2][:1] not in (".", "_"))
-    return None
 
 
 INCOMPLETE = "_incomplete"  # an object that is there while `write_shards` writes to a store

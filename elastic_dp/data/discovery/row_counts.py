@@ -129,7 +129,7 @@ def _kept_whole(bad: BadShard) -> str:
     )
 
 
-def is_packable(kind: pa.DataType) -> bool:
+def _is_packable(kind: pa.DataType) -> bool:
     """Whether a column of this type may have one number for each token."""
     kind = plain(kind)
     inner = kind.value_type if is_list(kind) else None
@@ -146,14 +146,9 @@ def _column_of_tokens(schema: pa.Schema, made: Sequence[str]) -> str:
             "says what is made"
         )
     for field in schema:
-        if not is_packable(field.type):
+        if not _is_packable(field.type):
             raise DataError(
                 f"DataConfig.pack: column {field.name!r} is {type_name(plain(field.type))}, and "
                 "must be a list with one number for each token; leave it out by DataConfig.columns"
             )
-    if not schema.names:
-        raise DataError(
-            "DataConfig.pack: the filter uses every column, and none of them is a list with one "
-            "number for each token"
-        )
     return TOKENS if TOKENS in schema.names else str(schema.names[0])

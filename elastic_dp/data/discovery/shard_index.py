@@ -257,9 +257,6 @@ def glob_mark(path: str) -> int | None:
     return min((path.index(mark) for mark in _GLOB_MARKS if mark in path), default=None)
 
 
-# ------------------------------------------------------------------------------- what a URL means
-
-
 def _one_batch(table: pa.Table) -> pa.RecordBatch:
     batches = table.combine_chunks().to_batches()
     return batches[0] if batches else pa.RecordBatch.from_pylist([], table.schema)

@@ -104,22 +104,20 @@ def _shards_of(listing: Listing, store: Store) -> tuple[str, list[Entry]]:
             "by a glob such as '*.parquet'"
         )
     if not by_format:
-        raise DataError(f"DataConfig.url: {_nothing(listing, store)}")
+        raise DataError(f"DataConfig.url: {_nothing(listing)}")
     return next(iter(by_format.items()))
 
 
-def _nothing(listing: Listing, store: Store) -> str:
-    counts, examples = Counter[str](), dict[str, str]()
+def _nothing(listing: Listing) -> str:
+    counts = Counter[str]()
     for entry in listing.entries:
         name = listing.name(entry)
         ending = next((e for e in REMOVED_FORMATS if name.lower().endswith(e)), "")
         if ending and name.rpartition("/")[2] != "index.json":
             counts[ending] += 1
-            examples.setdefault(ending, name)
     endings = [ending for each in ENDINGS.values() for ending in each]
     wanted = [ending for ending in endings if ending.count(".") == 1]
-    cause = why_nothing(listing, store, format_of)
-    if counts and "subfolders" not in cause:
+    if counts:
         ending, count = counts.most_common(1)[0]
         what, line = REMOVED_FORMATS[ending]
         files = f"{listing.url!r} is" if listing.is_file else f"{count:,} files there are"
@@ -128,7 +126,8 @@ def _nothing(listing: Listing, store: Store) -> str:
             f"no shard at {listing.url!r}: {files} {what}, and training reads Parquet, Arrow IPC "
             f"and tar in place. Write {line.format(url=shown)}"
         )
-    return f"no shard ({', '.join(f'*{ending}' for ending in wanted)}) at {listing.url!r}: {cause}"
+    there = f"({', '.join(f'*{ending}' for ending in wanted)}) at {listing.url!r}"
+    return f"no shard {there}: {why_nothing(listing)}"
 
 
 def _say_skipped(listing: Listing, store: Store, entries: list[Entry]) -> None:

@@ -12,6 +12,7 @@ import inspect
 import io
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -123,23 +124,14 @@ def takes_rng(transform: Callable[..., Any]) -> bool:
         signature = inspect.signature(transform)
     except (TypeError, ValueError):  # not written in Python
         return False
-    if _fits(signature, 1):
-        parameters = list(signature.parameters.values())
-        return len(parameters) > 1 and parameters[1].name == "rng"
-    if _fits(signature, 2):
-        return True
+    for count in (1, 2):
+        with suppress(TypeError):
+            signature.bind(*range(count))
+            return count == 2 or [*signature.parameters][1:2] == ["rng"]
     raise SpecError(
         f"DataConfig.transform takes {signature}, must take (batch), or (batch, rng) with a "
         "NumPy generator"
     )
-
-
-def _fits(signature: inspect.Signature, count: int) -> bool:
-    try:
-        signature.bind(*range(count))
-    except TypeError:
-        return False
-    return True
 
 
 def call_user(name: str, function: Any, *arguments: Any) -> Any:
