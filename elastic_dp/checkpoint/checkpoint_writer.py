@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -132,19 +133,17 @@ def written_manifest(reports: Collection[WrittenBlobs]) -> Manifest | None:
 
 def members_that_differ(reports: Iterable[WrittenBlobs]) -> list[str]:
     """Returns the members that hold something else of a divided state than another member."""
-    holders: dict[Any, dict[str, set[str]]] = {}
+    holders: defaultdict[Any, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for one in reports:
         common = {spec.name for spec in one.manifest.common.specs}
-        found: dict[Any, str] = {
-            at: unit.digest for at, unit in one.manifest.units.items() if unit.tensor not in common
-        }
+        for at, unit in one.manifest.units.items():
+            if unit.tensor not in common:
+                holders[at][unit.digest].add(one.writer)
         for number, entry in enumerate(one.manifest.entries):
             if entry is not None:
-                found[number] = canonical(entry.to_json()).decode()
-        for what, content in found.items():
-            holders.setdefault(what, {}).setdefault(content, set()).add(one.writer)
-    odd = [by_content for by_content in holders.values() if len(by_content) > 1]
-    return sorted({worker for found in odd for workers in found.values() for worker in workers})
+                holders[number][canonical(entry.to_json()).decode()].add(one.writer)
+    odd = [by_content.values() for by_content in holders.values() if len(by_content) > 1]
+    return sorted({worker for found in odd for workers in found for worker in workers})
 
 
 @dataclass

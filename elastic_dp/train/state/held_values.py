@@ -73,6 +73,7 @@ class HeldValues:
         self._objects: dict[str, Any] = {}  # by path
         self._began = False  # objects that appear later are refused
         self._written_to: dict[int, Any] = {}  # by identity
+        self.tensors: list[tuple[str, str, Any]] = []  # see `refuse_shared_memory`
 
     def know(self, *values: Any) -> None:
         """Adds objects that each worker has. They are not carried."""
@@ -87,10 +88,9 @@ class HeldValues:
 
     # ---------------------------------------------------------------------------------- reading
 
-    def read(
-        self, holder: Mapping[Any, Any], path: str, found: list[tuple[str, Any]] | None = None
-    ) -> Held:
-        """Returns copies of what `holder` holds. Adds its own tensors and arrays to `found`."""
+    def read(self, holder: Mapping[Any, Any], path: str, kind: str = "") -> Held:
+        """Returns copies of what `holder` holds. Adds its own tensors and arrays to `tensors`, if
+        they are of a `kind`."""
         values, objects = dict[str, Any](), dict[str, Any]()
         for key, value in holder.items():
             if type(value) in _SCALARS:
@@ -115,8 +115,8 @@ class HeldValues:
                 if len(carried) < len(leaves) or owner is not value:
                     raise _refused(at, value)
                 values[key] = _copied(value, at)
-                if found is not None:
-                    found += [(at, x) for x in leaves if isinstance(x, torch.Tensor | np.ndarray)]
+                own = (x for x in leaves if isinstance(x, torch.Tensor | np.ndarray))
+                self.tensors += [(kind, at, x) for x in own if kind]
         return {"values": values, "objects": objects}
 
     def _is_constant(self, value: Any) -> bool:

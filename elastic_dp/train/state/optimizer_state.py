@@ -27,7 +27,7 @@ from elastic_dp.distributed.local_shards import (
     whole_of,
 )
 from elastic_dp.errors import ModelError
-from elastic_dp.train.state.held_values import Held, HeldValues, checked, refuse_shared_memory
+from elastic_dp.train.state.held_values import HeldValues, checked, refuse_shared_memory
 
 _OF_TORCH = ("defaults", "state", "param_groups")  # attributes of every optimizer
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -64,27 +64,17 @@ class OptimizerState:
     def note_commit(self) -> None:
         """Records what is held at a commit, or after a state transfer: the body starts from it."""
         has_state = any(one.state for one in self.all)
-        if self._is_checked and self._state_is_checked == has_state:
-            self.committed = self.now()
-            return
-        found: list[tuple[str, str, Any]] = []
-        self.committed = self.now(found)
-        refuse_shared_memory([*found, *self._tensors_of(self.state())])
-        self._held.begin()
-        self._is_checked, self._state_is_checked = True, has_state
+        self.committed = self.now()
+        if not self._is_checked or self._state_is_checked != has_state:
+            refuse_shared_memory([*self._held.tensors, *self._tensors_of(self.state())])
+            self._held.begin()
+            self._is_checked, self._state_is_checked = True, has_state
 
     # ------------------------------------------------------------------------------- transfer
 
-    def now(self, found: list[tuple[str, str, Any]] | None = None) -> dict[str, Any]:
-        """Returns what is held now. Adds its own tensors to `found`, each with kind and path."""
-
-        def read(holder: Mapping[Any, Any], path: str, kind: str) -> Held:
-            tensors: list[tuple[str, Any]] = []
-            held = self._held.read(holder, path, tensors)
-            if found is not None:
-                found.extend((kind, at, tensor) for at, tensor in tensors)
-            return held
-
+    def now(self) -> dict[str, Any]:
+        """Returns what is held now."""
+        read, self._held.tensors = self._held.read, []
         optimizers = [
             {
                 "groups": [
@@ -98,7 +88,7 @@ class OptimizerState:
         ]
         scheduler = None
         if self._scheduler is not None:
-            scheduler = self._held.read(self._scheduler.state_dict(), _SCHEDULER)
+            scheduler = read(self._scheduler.state_dict(), _SCHEDULER)
         return {"optimizers": optimizers, "scheduler": scheduler}
 
     def state(
