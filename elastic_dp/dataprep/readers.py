@@ -75,9 +75,7 @@ def open_rows(files: SourceFiles, columns: Sequence[str] | None = None) -> Rows:
             f"{files.url!r} has the columns {same[0]!r} and {lower[same[0].lower()]!r}; give "
             "columns names that differ by more than case"
         )
-    folders = FolderColumns(
-        sorted({("", n.rpartition("/")[0]) for n in files.names if files.kind != "images"}), columns
-    )
+    folders = FolderColumns([("", files.names if files.kind != "images" else ())], columns)
     added = [pa.field(*each) for each in folders.types.items() if each[0] not in rows.schema.names]
     names = [*rows.schema.names, *(field.name for field in added)]
     if missing := [name for name in columns or () if name not in names]:

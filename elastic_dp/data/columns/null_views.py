@@ -7,28 +7,21 @@ array, and a negative length ends the process.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-_Rows = TypeVar("_Rows", pa.Table, pa.RecordBatch)
 _INTS = 4  # of 32 bits in a view, of which the first is the length
 
 
-def clear_null_views(rows: _Rows) -> _Rows:
-    """`rows` with an empty view for each null, also in nested columns and dictionaries. What has
+def clear_null_views(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch with an empty view for each null, also in nested columns and dictionaries. What has
     no such view is not copied."""
-    for number, field in enumerate(rows.schema):
-        if not _has_views(field.type):
-            continue
-        column = rows.column(number)
-        if isinstance(column, pa.ChunkedArray):
-            column = pa.chunked_array(map(_cleared, column.chunks), field.type)
-        else:
-            column = _cleared(column)
-        rows = rows.set_column(number, field, column)
-    return rows
+    for number, field in enumerate(batch.schema):
+        if _has_views(field.type):
+            batch = batch.set_column(number, field, _cleared(batch.column(number)))
+    return batch
 
 
 def has_views(schema: pa.Schema) -> bool:

@@ -9,7 +9,6 @@ A filter may use columns that the job does not deliver. These are read for the f
 
 from __future__ import annotations
 
-import hashlib
 import re
 from typing import Any
 
@@ -81,23 +80,6 @@ class RowFilter:
         numbered = pa.table(columns | {_NUMBER: np.arange(table.num_rows)})
         kept: Ints = numbered.filter(self._expression).column(_NUMBER).to_numpy()
         return np.sort(kept)  # Arrow does not promise the order
-
-
-class Selection:
-    """Counts the rows that are kept, row group by row group."""
-
-    def __init__(self) -> None:
-        self.counts: list[int] = []
-        self._content = hashlib.sha256()
-
-    def add(self, kept: Ints) -> None:
-        self.counts.append(len(kept))
-        self._content.update(np.int64(len(kept)).tobytes() + kept.astype(np.int64).tobytes())
-
-    @property
-    def digest(self) -> str:
-        """Equal if the same rows of each row group are kept, however the filter is written."""
-        return self._content.hexdigest()
 
 
 def _serialized(expression: Any) -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ from elastic_dp.config import DataConfig
 from elastic_dp.data.columns.arrow_arrays import arrow_ints
 from elastic_dp.data.columns.column_types import type_name
 from elastic_dp.data.columns.schema import Columns
-from elastic_dp.data.discovery.partitions import folder_columns
+from elastic_dp.data.discovery.partitions import FolderColumns
 from elastic_dp.data.discovery.shard_index import CHUNK, Index, IndexedSource
 from elastic_dp.data.discovery.sources import OpenedSource, open_sources, scan_all, some
 from elastic_dp.data.formats.file_format import Ints, Scan
@@ -60,7 +60,7 @@ def read_index(
         used = columns_of(config.filter)
     wanted = config.columns
     read = None if wanted is None else list(dict.fromkeys([*wanted, *used]))
-    in_folders = folder_columns(((s.root, s.entries) for s in sources), read)
+    in_folders = FolderColumns(((s.root, (e.path for e in s.entries)) for s in sources), read)
     columns, build, begun = Columns(wanted, used), Builder(), 0
     empty = list[str]()
     for number, shard, scan in scan_all(sources, read):

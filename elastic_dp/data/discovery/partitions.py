@@ -16,35 +16,30 @@ from urllib.parse import unquote
 import pyarrow as pa
 
 from elastic_dp.errors import DataError
-from elastic_dp.storage import Entry
 
 _PART = re.compile(r"([^/=]+)=([^/]*)")
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 _WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")
 
 
-def folder_columns(
-    sources: Iterable[tuple[str, Sequence[Entry]]], wanted: Sequence[str] | None
-) -> FolderColumns:
-    """The columns that only the names of folders hold. `sources`: (root, shards)."""
-    folders = {
-        (root, entry.path[len(root) :].rpartition("/")[0])
-        for root, entries in sources
-        for entry in entries
-        if "=" in entry.path
-    }
-    return FolderColumns(sorted(folders), wanted)
-
-
 class FolderColumns:
     """The partition columns of a data set, while its shards are added.
 
-    `folders`: as in `partition_names`. `wanted`: the columns that are read; None: all. A
-    column that the files have is read from the files.
+    `sources`: (root, paths of shards). `wanted`: the columns that are read; None: all. A column
+    that the files have is read from the files.
     """
 
-    def __init__(self, folders: Iterable[tuple[str, str]], wanted: Sequence[str] | None) -> None:
-        folders = list(folders)
+    def __init__(
+        self, sources: Iterable[tuple[str, Iterable[str]]], wanted: Sequence[str] | None
+    ) -> None:
+        folders = sorted(
+            {
+                (root, path[len(root) :].rpartition("/")[0])
+                for root, paths in sources
+                for path in paths
+                if "=" in path
+            }
+        )
         parts = [parts_of(f"{root}{folder}") for root, folder in folders]
         names = [n for n in partition_names(folders) if wanted is None or n in wanted]
         self.types = {name: _type_of({p[name] for p in parts if name in p}) for name in names}

@@ -7,6 +7,7 @@ in footers of Parquet by Arrow. Otherwise its column of tokens is read.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ import pyarrow.compute as pc
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.columns.column_types import is_list, plain, type_name
-from elastic_dp.data.columns.row_filter import RowFilter, Selection
+from elastic_dp.data.columns.row_filter import RowFilter
 from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.discovery.sources import SCANS_IN_FLIGHT
 from elastic_dp.data.formats.decode_errors import decoding
@@ -40,21 +41,21 @@ def with_counts(index: Index, config: DataConfig, timeout_s: float) -> Index:
     them. Raises DataError if no row is kept, or a column has no value for each token.
     """
     counter = _Counter(index, config, timeout_s)
-    selection, tokens = Selection(), list[int]()
+    counts, tokens, selection = list[int](), list[int](), hashlib.sha256()
     with ThreadPoolExecutor(SCANS_IN_FLIGHT, thread_name_prefix="elastic-dp-index") as pool:
         for of_shard in pool.map(counter.shard, range(index.num_shards)):
             for rows, count in of_shard:
-                selection.add(rows)
+                counts.append(len(rows))
                 tokens.append(count)
+                selection.update(np.int64(len(rows)).tobytes() + rows.tobytes())
     counter.row_groups.close()
     groups = index.groups
     if config.filter is not None:
-        if not sum(selection.counts):
+        if not sum(counts):
             raise DataError(f"DataConfig.filter: no row of {index.num_rows:,} fits {config.filter}")
         at = groups.schema.get_field_index("rows")
-        counts = pa.array(selection.counts, pa.int64())
-        groups = groups.set_column(at, groups.schema.field("rows"), counts)
-        index = replace(index, selection=selection.digest)
+        groups = groups.set_column(at, groups.schema.field("rows"), pa.array(counts, pa.int64()))
+        index = replace(index, selection=selection.hexdigest())
     if config.pack is not None:
         groups = groups.append_column(pa.field("tokens", pa.int64()), pa.array(tokens, pa.int64()))
     return replace(index, groups=groups)

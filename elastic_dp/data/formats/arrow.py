@@ -106,7 +106,8 @@ class Arrow:
         starts = np.array([message.start for message in batches], dtype=np.int64)
         ends = np.array([message.end for message in batches], dtype=np.int64)
         nbytes = np.array([_decoded_bytes(schema, m) for m in batches], dtype=np.int64)
-        if _has_views(schema, columns):
+        read = top_level(plain_schema(schema), columns)
+        if has_views(pa.schema([schema.field(name) for name in read])):
             nbytes *= 2  # they are copied
         check = zlib.crc32(np.stack([rows, starts, ends]).data, zlib.crc32(head))
         for message in batches:
@@ -215,18 +216,15 @@ def _decode(head: _Head, content: Any, names: list[str], *, is_mapped: bool) -> 
                 batch = pa.ipc.read_record_batch(batch.serialize(), batch.schema)
         table = pa.Table.from_batches([batch])
     table.validate(full=True)  # Arrow itself does not check offsets
-    return clear_null_views(table) if head.has_views else table
+    if head.has_views:
+        batches = map(clear_null_views, table.to_batches())
+        table = pa.Table.from_batches(batches, table.schema)
+    return table
 
 
 def _has_dictionaries(schema: pa.Schema) -> bool:
     kinds = (kind for field in schema for kind in node_types(field.type))
     return any(pa.types.is_dictionary(kind) for kind in kinds)
-
-
-def _has_views(schema: pa.Schema, columns: Sequence[str] | None) -> bool:
-    read = [schema.field(name) for name in top_level(plain_schema(schema), columns)]
-    kinds = [kind for field in read for kind in node_types(field.type)]
-    return any(pa.types.is_string_view(k) or pa.types.is_binary_view(k) for k in kinds)
 
 
 def _decoded_bytes(schema: pa.Schema, message: Message) -> int:
