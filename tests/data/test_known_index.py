@@ -1,6 +1,8 @@
 """An index that is stored with a run is used at its next start, while nothing has changed."""
 
+import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import torch
 
 import elastic_dp as edp
@@ -37,6 +39,13 @@ def test_an_index_of_an_earlier_start_is_used_while_nothing_has_changed(tmp_path
     write_tar(tmp_path / "1.tar", 70, 10)
     again = read_index(wanted, known=known)
     assert again.digest != known.digest and len(scanned) == 14
+
+
+def test_an_index_with_a_shard_without_rows_is_used_again(tmp_path):
+    for number, rows in enumerate((0, 3)):
+        pq.write_table(pa.table({"x": [1.0] * rows}), tmp_path / f"{number}.parquet")
+    known = read_index(config(tmp_path))
+    assert known.num_shards == 1 and read_index(config(tmp_path), known=known) is known
 
 
 def test_a_run_that_is_started_again_scans_no_shard(tmp_path, monkeypatch):

@@ -50,8 +50,8 @@ def read_index(
     """
     weights = None if config.weights_by_step is None else config.weights_by_step[0]
     urls, sources = config.urls, open_sources(config, timeout_s)
-    asked = _asked(config)
-    if known is not None and known.asked == asked and _has_same_files(known, sources):
+    asked = _asked(config, sources)
+    if known is not None and asked and known.asked == asked:
         return known
     used = list[str]()
     if config.filter is not None:
@@ -175,34 +175,21 @@ _SHARDS = pa.schema(
 _GROUPS = pa.schema([(name, pa.int64()) for name in ("rows", "starts", "ends", "nbytes", "stored")])
 
 
-def _asked(config: DataConfig) -> str:
-    """A digest of the options on which an index depends."""
+def _asked(config: DataConfig, sources: list[OpenedSource]) -> str:
+    """A digest of the options and files on which an index depends; "" if a file has no version."""
     expression = pickle.dumps(config.filter)  # its text leaves out some of a long list of values
     options = (
         *(config.columns, expression, config.pack, config.pack_columns),
         *(config.weights_by_step, config.max_bad_fraction > 0, len(config.urls)),
     )
-    return hashlib.sha256(repr(options).encode()).hexdigest()
-
-
-def _has_same_files(known: Index, sources: list[OpenedSource]) -> bool:
-    """Whether all shards have a version, and are those of the index."""
-    count = sum(len(source.entries) for source in sources)
-    if count != known.num_shards or len(sources) != len(known.sources):
-        return False
-    facts = zip(
-        *(known.shards[name] for name in ("source", "name", "size", "version")), strict=True
-    )
-    there = (
-        (number, name, entry.size, entry.version)
-        for number, source in enumerate(sources)
-        for name, entry in zip(source.names, source.entries, strict=True)
-    )
-    formats = [source.format.name for source in sources]
-    return formats == [source.format for source in known.sources] and all(
-        one[3] and one == tuple(value.as_py() for value in other)
-        for one, other in zip(there, facts, strict=True)
-    )
+    content = hashlib.sha256(repr(options).encode())
+    for source in sources:
+        content.update(f"{source.format.name} {len(source.names)}\n".encode())
+        for name, entry in zip(source.names, source.entries, strict=True):
+            if not entry.version:
+                return ""
+            content.update(f"{name} {entry.size} {entry.version}\n".encode())
+    return content.hexdigest()
 
 
 def _with_partition(

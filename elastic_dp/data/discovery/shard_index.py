@@ -56,7 +56,7 @@ class Index:
     - `schema`: of the top-level columns that contain these, and of those that the filter uses.
     - `selection`: a digest of the rows that the filter keeps; "" without one. `groups` counts only
       these rows.
-    - `asked`: a digest of the options that it was made with; see `read_index`.
+    - `asked`: a digest of the options and files that it was made of; see `read_index`.
     """
 
     sources: tuple[IndexedSource, ...]
