@@ -2,14 +2,13 @@
 error. What it writes to the model and the optimizer: model_guard.py.
 
 Compared around each body (facts.py) are the variables of the frames between `ctx.steps` and the
-train function that exist when the first body begins, or that the loop itself assigns (`for i, step
-in enumerate(ctx.steps(…))`), those that the loss function refers to, globals that either code
-names, the attributes of users' own objects, and plain attributes of the model's modules. What lies
-deeper (objects in objects, what functions keep, the environment) is not, nor what one body makes
-and a later one reads. If a body sets the rate of a parameter group, the members find that out
-before the next step; see `ParameterGroups`. A change is one warning per run, by the names of the
-variables. A body that uses a scheduler of the run's optimizers, or one of torch's averaged models,
-without passing it to `ctx.steps` raises LoopError.
+train function that exist when the first body begins or that a body may read before it assigns them,
+those that the loss function refers to, globals that either code names, the attributes of users' own
+objects, and plain attributes of the model's modules. What lies deeper (objects in
+objects, what functions keep, the environment) is not. If it sets the rate of a parameter group, the
+members find that out before the next step; see `ParameterGroups`. A change is one warning per
+run, by the names of the variables. A body that uses a scheduler of the run's optimizers, or one of
+torch's averaged models, without passing it to `ctx.steps` raises LoopError.
 
 A GradScaler that the body or the loss function uses is refused, and so is a second call of
 `scheduler.step()`. With `staleness=1`, whose leaves may run again after the body, the loss function
@@ -22,6 +21,7 @@ Not named are readings of a clock, and what objects of installed packages keep f
 from __future__ import annotations
 
 import argparse
+import bisect
 import contextlib
 import dis
 import inspect
@@ -32,6 +32,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,8 +84,7 @@ class VariablesGuard:
         self._look = Look(_NBYTES, ids, self._of_others)
         self._loss, self._delays = loss_fn, state.previous is not None
         self._root = ""  # the package of the train function
-        # Of the frames' code: the variables that are compared, and the globals.
-        self._compared: dict[types.CodeType, tuple[Sequence[str], Sequence[str]]] = {}
+        self._compared: dict[types.CodeType, _Compared] = {}
         self._named: set[str] = set()
         self._before: Facts | None = None  # outside of a body
         self._clocks: list[float] = []
@@ -177,7 +177,10 @@ class VariablesGuard:
         for name, value in variables:
             if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
                 raise LoopError(_scales("body of the loop over ctx.steps", name))
-        for name, value in [*variables_of(self._loss).items(), *variables]:
+        of_loss = variables_of(self._loss).items()
+        if id(getattr(self._loss, "__self__", None)) in self._passed:  # with all that it holds
+            of_loss = {name: x for name, x in of_loss if not name.startswith("loss_fn.")}.items()
+        for name, value in [*of_loss, *variables]:
             if name not in self._named:
                 facts |= self._facts_of(name, value)
         return facts
@@ -201,10 +204,11 @@ class VariablesGuard:
                 continue
             held = user.f_locals
             if code not in self._compared:
-                local = [*dict.fromkeys([*held, *_loop_targets(code, user.f_lasti)])]
-                self._compared[code] = local, _globals_of(code, globals_)
-            for names, values in zip(self._compared[code], (held, globals_), strict=True):
-                yield from ((name, values[name]) for name in names if name in values)
+                self._compared[code] = _Compared.of(user)
+            compared = self._compared[code]
+            yield from ((name, held[name]) for name in compared.present if name in held)
+            yield from ((name, held.get(name)) for name in compared.made)
+            yield from ((name, globals_[name]) for name in compared.globals if name in globals_)
 
     def _facts_of(self, name: str, value: Any) -> Facts:
         if id(value) in self._passed or isinstance(value, types.FunctionType):
@@ -322,6 +326,26 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
+@dataclass(frozen=True)
+class _Compared:
+    """What is compared of a frame. `present`: variables that exist when the first body begins and
+    are read later. `made`: those that a body makes, and a later one may read first."""
+
+    present: Sequence[str]
+    made: Sequence[str]
+    globals: Sequence[str]
+
+    @classmethod
+    def of(cls, frame: types.FrameType) -> _Compared:
+        code, held = frame.f_code, frame.f_locals
+        read = _read_from(code, frame.f_lasti, leaves=True)
+        read |= {*code.co_cellvars, *code.co_freevars}  # functions read these
+        present = [name for name in held if name in read]
+        targets = [*_loop_targets(code, frame.f_lasti)]
+        made = sorted(_read_from(code, frame.f_lasti) - {*held, *targets})
+        return cls([*dict.fromkeys(present + targets)], made, _globals_of(code, frame.f_globals))
+
+
 def _globals_of(code: types.CodeType, held: Mapping[str, Any]) -> Sequence[str]:
     """Returns the globals that code names, with functions of its module that it uses."""
     names: dict[str, Any] = {}
@@ -333,6 +357,49 @@ def _globals_of(code: types.CodeType, held: Mapping[str, Any]) -> Sequence[str]:
                 if isinstance(value, types.FunctionType) and value.__globals__ is held:
                     pending.append(value.__code__)
     return list(names)
+
+
+def _read_from(code: types.CodeType, at: int, *, leaves: bool = False) -> set[str]:
+    """Returns the variables that code may read before it assigns them, when the loop whose next
+    step is taken at `at` goes on. `leaves`: or ends."""
+    steps = list(dis.get_instructions(code))
+    index = {one.offset: n for n, one in enumerate(steps)}
+    first = bisect.bisect_right(list(index), at) - 1  # Python 3.12 may be within an instruction
+    after: list[list[int]] = []
+    for n, one in enumerate(steps):
+        following = [] if one.opname in _ENDS or n + 1 == len(steps) else [n + 1]
+        if one.opcode in _JUMPS and (leaves or n != first):
+            following.append(index[one.argval])
+        after.append(following)
+    live: list[frozenset[str]] = [frozenset()] * len(steps)
+    changes = True
+    while changes:
+        changes = False
+        for n in range(len(steps) - 1, -1, -1):
+            names = frozenset[str]().union(*(live[k] for k in after[n]))
+            for action, name in reversed([*_accesses(steps[n])]):
+                names = names | {name} if action == "LOAD" else names - {name}
+            changes |= names != live[n]
+            live[n] = names
+    return set(live[first])
+
+
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
+_ENDS = frozenset(
+    ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD")
+)
+
+
+# They put aside a variable that has the name of one of a comprehension.
+_OF_COMPREHENSIONS = "LOAD_FAST_AND_CLEAR", "STORE_FAST_MAYBE_NULL"
+
+
+def _accesses(one: dis.Instruction) -> Iterator[tuple[str, str]]:
+    """Yields ("LOAD" or "STORE", variable) of an instruction, which may be several in one."""
+    actions = [word for word in one.opname.split("_") if word in ("LOAD", "STORE", "DELETE")]
+    if ("_FAST" in one.opname or "_DEREF" in one.opname) and one.opname not in _OF_COMPREHENSIONS:
+        names = [one.argval] if isinstance(one.argval, str) else one.argval
+        yield from zip(actions, names, strict=False)
 
 
 def _loop_targets(code: types.CodeType, at: int) -> Iterator[str]:

@@ -229,6 +229,22 @@ def meter_of_a_module(ctx):
         meter.add(step.loss)
 
 
+@named("changes smooth (")
+def average_that_the_first_body_makes(ctx):
+    for step in begin(ctx):
+        smooth = step.loss if step.number == 1 else 0.9 * smooth + 0.1 * step.loss  # noqa: F821
+        ctx.log({"smooth": smooth})
+
+
+@named("changes anchor (None, then")
+def variable_that_one_body_makes(ctx):
+    for step in begin(ctx):
+        if step.number == 2:
+            anchor = step.loss
+        elif step.number > 2:
+            ctx.log({"since": step.loss / anchor})
+
+
 @named("changes best_weights")
 def best_weights_after_the_loop(ctx):
     model, best_weights = classifier(), None
@@ -272,7 +288,7 @@ def test_variable_that_the_body_changes_is_named_once(train):
 
 
 def assigned_before_it_is_read(ctx):
-    ended = False
+    ended, text = False, ""
     for step in begin(ctx):
         loss = step.loss
         text = f"{loss:.3f}"
@@ -314,6 +330,28 @@ def carried(ctx):
         c.seen.append(step.number)
 
 
+class Job:
+    """Its method is the loss function, and its attributes travel."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def loss(self, model, batch):
+        return cross_entropy(model, batch)
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+def object_of_the_loss(ctx):
+    job = Job()
+    for _ in begin(ctx, loss_fn=job.loss, state={"job": job}):
+        job.seen += 1
+
+
 def progress_bar(ctx):
     bar = tqdm(begin(ctx), disable=True)
     for step in bar:
@@ -346,7 +384,7 @@ def compiled_model_that_is_evaluated(ctx):
             compiled.train()
 
 
-NOT_NAMED = [assigned_before_it_is_read, clocks, constants, passed, carried]
+NOT_NAMED = [assigned_before_it_is_read, clocks, constants, passed, carried, object_of_the_loss]
 EXACT = [progress_bar, scaler_that_is_disabled, loop_by_next, compiled_model_that_is_evaluated]
 
 
