@@ -298,6 +298,7 @@ class WorkerSession:
             else:
                 self._groups.load_kernels()
                 trial.warm_up()
+                self.state.preallocate()  # behind the trial, whose gradients are free now
         finally:
             self.report("start")
 

@@ -8,10 +8,13 @@ import torch
 from torch.nn import functional as F
 
 import elastic_dp as edp
+from elastic_dp.checkpoint.codec import encode
+from elastic_dp.checkpoint.layout import TensorSpec
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.extensions.sharding.elementwise_updates import updates_equal_in_pieces
 from elastic_dp.extensions.sharding.shardable_optimizers import check_shardable
 from elastic_dp.train import master_weights
+from elastic_dp.train.state.train_state import TrainState
 from tests.train.jobs import classifier, loop
 
 KINDS = [
@@ -143,6 +146,23 @@ def with_masters(ctx):
         return F.cross_entropy(model[2:](hidden).float(), batch["y"])
 
     loop(ctx, model, optimizer, loss_fn, scheduler=scheduler, clip_norm=0.5)
+
+
+def test_memory_of_a_worker_that_will_join_fits_masters_and_their_state():
+    """A joiner receives there. Memory in the dtype of the parameters would be for nothing."""
+    model = torch.nn.Linear(400, 400).bfloat16()
+    optimizer = edp.MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    state = TrainState(model, optimizer, None, None, {})
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    encoded, tensors = encode(state.tree([], None))
+    specs = [TensorSpec.of(*one) for one in tensors]
+    state.preallocate()
+    ours = state.own_tensors(encoded, specs)
+    large = [slot for slot, spec in enumerate(specs) if len(spec.shape) == 2]
+    assert len(large) == 4, "the parameter, its master and two moments"
+    assert all(ours[slot].dtype == specs[slot].torch_dtype for slot in large)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, None])

@@ -21,6 +21,7 @@ from torch import nn
 from elastic_dp.checkpoint.layout import TensorSpec
 from elastic_dp.distributed.local_shards import is_sharded, local_of, part_of, whole_of
 from elastic_dp.train.loop_guard.model_guard import ModelGuard
+from elastic_dp.train.master_weights import state_kind
 from elastic_dp.train.state.module_buffers import extra_states
 from elastic_dp.train.state.optimizer_state import OptimizerState, part_of_state
 from elastic_dp.train.state.state_payload import tensor_slot
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from elastic_dp.train.checkpointing.collective_read import Ranges, ReadCheckpoint
 
 OWN = "elastic_dp."  # begins the keys of `state=` that an extension adds
-_LARGE_BYTES = 1 << 18  # of a tensor that a worker receives as a whole
+_LARGE_BYTES = 1 << 18  # below this a tensor's memory is not preallocated
 
 
 @dataclass
@@ -146,6 +147,7 @@ class TrainState:
     kinds: list[str] = field(default_factory=list)  # of machines that computed steps of it
     holders: OptimizerHolders = field(default_factory=OptimizerHolders)
     previous: StatePart | None = None  # None: gradients are applied in the step that has them
+    _preallocated: list[list[torch.Tensor]] = field(default_factory=list)  # of `preallocate`
     _takes_parts: bool = False  # whether the optimizer's state arrives in its own tensors
 
     def __post_init__(self) -> None:
@@ -243,13 +245,33 @@ class TrainState:
         }
         return tree | {"step": step | parts}
 
+    def preallocate(self) -> None:
+        """Allocates memory for the optimizer's state on a worker that will join, so that the group
+        need not wait. It allocates two tensors per parameter, as Adam needs, and a master where
+        there are some, and writes to them, since the first write to a page costs more than
+        receiving it. It allocates nothing for a state that is divided among the members."""
+        if self.holders.is_divided:
+            return
+
+        def spares(p: torch.Tensor) -> list[torch.Tensor]:
+            local, (count, dtype) = local_of(p), state_kind(self.optimizer, p)
+            large = p.requires_grad and local.nbytes >= _LARGE_BYTES
+            return [torch.zeros_like(local, dtype=dtype) for _ in range(count if large else 0)]
+
+        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        self._preallocated = [spares(p) for p in parameters]
+
     def own_tensors(self, encoded: Any, specs: Sequence[TensorSpec]) -> dict[int, torch.Tensor]:
         """Returns the tensors of a worker without state that receive in place, by slot. These are
-        parameters, buffers, and the optimizer's state once `prepare_to_join` has made it. `encoded`
-        is the tree with slots for its tensors."""
+        parameters, buffers and preallocated optimizer state. `encoded` is the tree with slots for
+        its tensors."""
         step = encoded["step"]
         buffers = dict(self.model.named_buffers())
         ours: dict[int, torch.Tensor] = {}
+        for given, spares in zip(step["optimizer"], self._preallocated, strict=False):
+            slots = [slot for x in given.values() if (slot := tensor_slot(x)) is not None]
+            fitting = [s for s in slots if spares and specs[s].shape == spares[0].shape]
+            ours |= zip(fitting, spares, strict=False)
         optimized = (p for group in self.optimizer.param_groups for p in group["params"])
         for given, p in zip(step["optimizer"], optimized, strict=False):
             for key, mine in self.optimizer.state.get(p, {}).items() if self._takes_parts else ():
@@ -263,6 +285,7 @@ class TrainState:
             slot = tensor_slot(given)
             if slot is not None:
                 ours[slot] = local_of(mine)
+        self._preallocated = []
         return ours
 
     def prepare_to_join(self, tree: Any, *, anew: bool) -> bool:
