@@ -152,6 +152,8 @@ class RunRecord:
     default_dtype: str | None = None  # None: not known
     # Steps whose rows are left out, see `checkpoint/catalog.py`: a rewind may change them.
     left_out: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    # Digests of a few rows of a map-style dataset, by their number; see `probed_rows`.
+    rows: dict[str, str] = field(default_factory=dict, compare=False)
 
     def check_or_write(self, url: str, index: Index | None) -> None:
         """Write the record at the first start, with the data set's index; compare it at later ones,
@@ -184,6 +186,7 @@ class RunRecord:
                     store.write(path_in(store, _INDEX), index.to_bytes())
                 return
         values["data"] = values.pop("data")  # at last: it changes with what the order depends on
+        rows = values.pop("rows")
         for name, mine in values.items():
             then = getattr(stored, name)
             if then != mine and (then is not None or name != "default_dtype"):
@@ -204,12 +207,20 @@ class RunRecord:
                         "value, go on with the old version, or use a new name= for a new run, "
                         "which may begin with the weights that `elastic-dp export` writes"
                     )
-                drawn = f" {_DRAWN}" if name == "data" and index is None else ""
+                drawn = f" {_DRAWN}" if name == "data" and rows else ""
                 raise RunMismatch(
                     f"{what} is {mine!r}, but the run at {redact_url(url)} was started with "
                     f"{then!r}. "
                     f"Use a new name= for a new run, or the old value to continue this one.{drawn}"
                 )
+        if other := [row for row, mine in rows.items() if stored.rows.get(row, mine) != mine]:
+            raise RunMismatch(
+                f"row {other[0]} of MapStyleData.dataset is not the one that the run at "
+                f"{redact_url(url)} was started with ({len(other)} of {len(rows)} compared rows "
+                f"differ). Bring the old rows back, or use a new name= for a new run. {_DRAWN} "
+                "Where rows differ for a reason that does not matter, set MapStyleData.fingerprint "
+                "in the new run: then only that is compared"
+            )
 
 
 def virtual_workers_of(url: str) -> int | None:

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from types import MethodType
 from typing import Any, Literal
 
@@ -39,6 +39,7 @@ from elastic_dp.config import (
 from elastic_dp.config.removed_names import refuses_removed_names
 from elastic_dp.coordinator import messages as m
 from elastic_dp.data import MicroBatchStream, open_data
+from elastic_dp.data.datasets.map_style import probed_rows
 from elastic_dp.device.gpu import is_gpu, pick_device
 from elastic_dp.distributed.nccl_environment import set_default_environment
 from elastic_dp.errors import Interrupted, RewindRequested, RunMismatch, SpecError
@@ -428,8 +429,18 @@ class ElasticTrainer:
         return RunRecord(
             data=data.fingerprint,
             left_out=self.spec.left_out,
+            rows=self._probed_rows,
             **job_identity(self.spec),
         )
+
+    @cached_property
+    def _probed_rows(self) -> dict[str, str]:
+        if not isinstance(self.spec.data, MapStyleData):
+            return {}
+        rows, left_out = probed_rows(self.spec.data)
+        if left_out:
+            self._said_of_rows.append(left_out)
+        return rows
 
     def _record_start(
         self, steps_of: Callable[[int], int], address: str | None = None

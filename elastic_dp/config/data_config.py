@@ -261,7 +261,7 @@ class MapStyleData(_Order):
     - `shuffle`: permute all rows in each epoch.
     - `fingerprint`: a string of yours that changes when the rows change (a version, a checksum). A
       run that is started again identifies its data by the class of the dataset, its number of rows,
-      and `fingerprint`. Without one, the indices of `Subset`s are compared, too.
+      and `fingerprint`. Without one, the indices of `Subset`s and a few rows are compared, too.
     - `micro_batch_size`, `epochs`, `seed`, `tail`: as in `DataConfig`.
     """
 

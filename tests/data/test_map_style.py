@@ -7,12 +7,15 @@ import re
 import socket
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
 
 from elastic_dp.config import MapStyleData
 from elastic_dp.data import open_data, open_evaluation
+from elastic_dp.data.datasets.map_style import probed_rows
 from elastic_dp.data.pipeline.array_memory import ALIGNED_TO
 from elastic_dp.data.pipeline.user_code_process import UserCodeProcess
 from elastic_dp.device.global_generators import seed_everything
@@ -173,6 +176,46 @@ def test_a_row_that_cannot_be_read_or_stacked_is_named(row, said, workers):
             data.batch(4, 0)
         notes = " ".join(getattr(error.value, "__notes__", ()))
         assert re.search(said, f"{error.value} {notes}")
+
+
+def flipped(index):
+    """A random transform: by the global generators of torch, NumPy and Python."""
+    x = torch.arange(4.0) + index
+    drawn = random.random() + np.random.random() + float(torch.rand(()))
+    return {"x": x.flip(0) if drawn > 1.5 else x}
+
+
+OWN = np.random.default_rng()
+
+
+@pytest.mark.parametrize(
+    ("row", "is_compared"),
+    [
+        (lambda i: {"x": torch.arange(4.0) + i, "y": i, "z": ["a", b"b", None, 1.5]}, True),
+        (lambda i: (np.arange(3) * i, Image.new("RGB", (2, 2), (i, 0, 0))), True),
+        (lambda i: torch.full((2,), i, dtype=torch.bfloat16), True),
+        (flipped, True),
+        (lambda i: OWN.random(), False),
+        (lambda i: object(), False),
+        (lambda i: {}["only in a worker"], False),
+    ],
+)
+def test_rows_are_probed_so_that_other_rows_are_noticed(row, is_compared):
+    """Also rows with random transforms, which are not refused for them."""
+    config = MapStyleData(Rows(row), micro_batch_size=4)
+    state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    first, said = probed_rows(config)
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert all(
+        torch.equal(a, b) if a is state[0] else a == b for a, b in zip(state, after, strict=True)
+    )
+    torch.rand(3), random.random(), np.random.random()
+    assert probed_rows(config)[0] == first
+    assert (len(first) > 3, bool(said)) == (is_compared, not is_compared)
+    others = probed_rows(MapStyleData(Rows(lambda i: row(i + 1)), micro_batch_size=4))[0]
+    assert not is_compared or all(others[number] != first[number] for number in first)
+    named = MapStyleData(Rows(row), micro_batch_size=4, fingerprint="v1")
+    assert probed_rows(named) == ({}, "")
 
 
 def test_indices_of_subsets_are_part_of_the_fingerprint():

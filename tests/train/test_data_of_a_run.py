@@ -72,6 +72,7 @@ def test_a_data_set_that_changed_between_two_starts(folder, tmp_path, change, sa
 
 
 NUMBERS = [{"x": torch.full((4,), float(i))} for i in range(64)]
+OTHERS = [{"x": row["x"] + 1} for row in NUMBERS]
 
 
 def half(seed):
@@ -86,6 +87,8 @@ def half(seed):
         (half(0), half(0), {}, ""),
         (half(0), half(1), {}, r"data \(its fingerprint\).*random_split that is drawn anew"),
         (half(0), half(1), {"fingerprint": "v1"}, ""),
+        (NUMBERS, OTHERS, {}, r"row 0 of MapStyleData\.dataset is not the one .*fingerprint"),
+        (NUMBERS, OTHERS, {"fingerprint": "v1"}, ""),
     ],
 )
 def test_other_rows_of_a_map_style_dataset_are_refused_at_a_restart(

@@ -9,6 +9,8 @@ seed them in the same way. So both give the same items.
 from __future__ import annotations
 
 import hashlib
+import random
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +36,7 @@ Ints = npt.NDArray[np.int64]
 
 AHEAD_BYTES = 1 << 30  # limit of micro-batches that processes make ahead
 _ROWS_NAMED = 8
+_PROBED, _READS, _PROBING_S, _PROBE_SEED = 4, 3, 20.0, 7919
 
 
 class ItemStream(MicroBatchStream):
@@ -189,7 +192,8 @@ def _shape(item: Any) -> str:
 
 def _digest(config: MapStyleData, num_rows: int, identity: str) -> str:
     """A digest of what is known without reading items. It has the name of the class without its
-    module, which is "__main__" when the same file is run as a script."""
+    module, which is "__main__" when the same file is run as a script. `probed_rows` looks at items.
+    """
     named = f"{type(config.dataset).__qualname__} {num_rows} {config.fingerprint!r}"
     chosen = "" if config.fingerprint else _chosen(config.dataset)
     return hashlib.sha256(f"map-style {named} {identity}{chosen}".encode()).hexdigest()
@@ -204,6 +208,73 @@ def _chosen(dataset: Any) -> str:
     parts = dataset.datasets if isinstance(dataset, ConcatDataset) else ()
     each = [_chosen(part) for part in parts]
     return f" {each}" if any(each) else ""
+
+
+def probed_rows(config: MapStyleData) -> tuple[dict[str, str], str]:
+    """(digest of each probed row by its number, what to say of those that are left out).
+
+    A few rows, chosen by arithmetic, are read several times, each time with the same seed, so rows
+    with random transforms are the same at each start. If a row still differs between two reads, or
+    cannot be read or compared here, none is compared. With a `fingerprint` of the user nothing is
+    read.
+    """
+    if config.fingerprint:
+        return {}, ""
+    number, found = len(config.dataset), dict[str, str]()
+    states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+    began, why = time.monotonic(), ""
+    try:
+        for row in sorted({number * part // _PROBED for part in range(_PROBED)} | {number - 1}):
+            reads = {_row_digest(config, row) for _ in range(_READS)}
+            if len(reads) > 1:
+                why = f"row {row} differs each time it is read"
+                break
+            found[str(row)] = reads.pop()
+            if time.monotonic() - began > _PROBING_S:
+                break
+    except Exception as error:  # user code may raise anything, and may need what a worker has
+        why = f"row {row} cannot be compared here: {type(error).__name__}: {error}"
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.random.set_rng_state(states[2])
+    if not why:
+        return found, ""
+    return {}, (
+        f"{why}; so a restart cannot tell whether the rows are the same. Set "
+        "MapStyleData.fingerprint to a string that changes when they do"
+    )
+
+
+def _row_digest(config: MapStyleData, row: int) -> str:
+    seed_everything(_PROBE_SEED + row)
+    content = hashlib.sha256()
+    _feed(content, config.dataset[row])
+    return content.hexdigest()[:16]
+
+
+def _feed(content: Any, value: Any) -> None:
+    """Raises TypeError for a value that has no bytes of its own."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        bits = value.contiguous().flatten().view(torch.uint8) if value.numel() else value
+        content.update(f"{value.dtype} {[*value.shape]}".encode() + bits.numpy().tobytes())
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        content.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
+    elif value is None or isinstance(
+        value, bool | int | float | complex | str | bytes | np.generic
+    ):
+        content.update(f"{type(value).__name__} {value!r};".encode(errors="surrogatepass"))
+    elif isinstance(value, Mapping):
+        _feed(content, [*value.items()])
+    elif isinstance(value, Sequence | np.ndarray):
+        content.update(f"{len(value)} items".encode())
+        for each in value:
+            _feed(content, each)
+    elif callable(getattr(value, "tobytes", None)):  # an image of Pillow
+        content.update(f"{value.size} {value.mode}".encode() + value.tobytes())
+    else:
+        raise TypeError(f"a {type(value).__name__} has no bytes to compare")
 
 
 def _describe(indices: Ints) -> str:
