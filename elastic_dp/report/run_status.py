@@ -64,6 +64,7 @@ def status_of_report(report: Report, now: float) -> dict[str, Any]:
         "processes": {row.name: {"pid": "-", "node": row.node or "-"} for row in here},
         "lost": report.lost,
         "rollbacks": report.rollbacks,
+        "rows_per_s": None,
         "metrics": {n: points[-1].value for n, points in curves.items() if points},
         "failed": report.phase is RunPhase.FAILED,
         "max_steps": None,
