@@ -176,7 +176,10 @@ class InDouble(nn.Linear):
 DIFFERENCES = {  # of a model: what makes it, and the two lines that the error names
     "shape": (
         lambda model: model.__setitem__(4, nn.Linear(32, 5)),
-        ("parameter 4.weight (5, 32) of torch.float32", "parameter 4.weight (4, 32) of torch.float32"),
+        (
+            "parameter 4.weight (5, 32) of torch.float32",
+            "parameter 4.weight (4, 32) of torch.float32",
+        ),
     ),
     "name": (
         lambda model: model[1].register_parameter("scale", nn.Parameter(torch.ones(32))),
@@ -184,7 +187,10 @@ DIFFERENCES = {  # of a model: what makes it, and the two lines that the error n
     ),
     "dtype": (
         lambda model: model.__setitem__(4, InDouble(32, 4)),
-        ("parameter 4.weight (4, 32) of torch.float64", "parameter 4.weight (4, 32) of torch.float32"),
+        (
+            "parameter 4.weight (4, 32) of torch.float64",
+            "parameter 4.weight (4, 32) of torch.float32",
+        ),
     ),
     "buffer": (
         lambda model: model[4].register_buffer("seen", torch.zeros(3)),
