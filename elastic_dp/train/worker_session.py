@@ -492,6 +492,8 @@ class WorkerSession:
             if self._joining.start(main, plan.source, possible=possible, keeps=keeps):
                 return received
             self._join_gradually(membership, frozenset())
+        if main.rank in plan.receivers:
+            self._joining.forget()
         return received + self._transfer.move(main, plan, payload, lineage_id)
 
     def _join_gradually(self, membership: Membership, ranks: frozenset[int]) -> None:

@@ -7,12 +7,14 @@ import itertools
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from elastic_dp.config import CheckpointConfig, MapStyleData
 from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested, StopRequested
+from elastic_dp.errors import GroupAborted
 from elastic_dp.train import log_sender
 from elastic_dp.train.exactness.torch_optimizers import ELEMENTWISE
 from elastic_dp.train.fault_injection import POINTS, WorkerFault
@@ -378,12 +380,58 @@ def test_two_join_with_each_optimizer_and_clipped_gradients(kind, options, tmp_p
     assert len(steps) == (2 if kind in ELEMENTWISE else 0)
 
 
-def test_larger_parts_where_micro_batches_take_longer_than_the_last_ones():
-    """All members that run micro-batches must have found it so; an entry of b"" is a joiner's."""
-    joining, paces = GradualJoin.__new__(GradualJoin), []
-    joining._rounds = 1
-    for in_time in ([1, 1], [1, 1], [0, 1], [1, 1], [1, 1], [1, 1], [1, 1], [0, 0]):
-        joining.agree([bytes([in_time[0]]) + b"of the source", b"", bytes([in_time[1]])])
+def joining_alone():
+    """A `GradualJoin` of a run of one parameter, and that parameter's optimizer."""
+    p = torch.nn.Parameter(torch.ones(1 << 23))
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    state = SimpleNamespace(
+        optimizers=SimpleNamespace(outer=optimizer, all=[optimizer]),
+        optimizer=optimizer,
+        holders=SimpleNamespace(is_divided=False),
+        previous=None,
+        parameters={"p": p},
+    )
+    return GradualJoin(state, SimpleNamespace(joining={0}, rank=0), allowed=True)
+
+
+def test_parts_are_as_large_as_the_slowest_member_says():
+    """An entry of b"" is a joiner's. A member says 0, 1 or 2: half, as much, or twice as much."""
+    joining, found = joining_alone(), []
+    for paces in ([2, 2], [2, 2], [0, 2], [2, 2], [2, 2], [2, 2], [2, 1], [1, 0]):
+        joining.agree([bytes([paces[0]]) + b"of the source", b"", bytes([paces[1]])])
         assert joining._given == b"of the source"
-        paces.append(joining._rounds)
-    assert paces == [2, 4, 2, 4, 8, 8, 8, 4]
+        found.append(joining._rounds)
+    assert found == [2, 4, 2, 4, 8, 8, 8, 4]
+
+
+@pytest.mark.parametrize(
+    ("took", "left", "is_over", "pace"),
+    [
+        (0.01, 0.5, True, 2),
+        (0.01, 0.3, True, 1),  # twice as much would take more than a twentieth
+        (0.01, 0.1, True, 0),
+        (0.01, 0.5, False, 0),
+    ],
+)
+def test_pace_follows_what_arrived_and_what_it_cost(took, left, is_over, pace, monkeypatch):
+    joining, clock = joining_alone(), iter([0.0, took, took + left])
+    monkeypatch.setattr(gradual_join.time, "monotonic", lambda: next(clock))
+    joining._move = SimpleNamespace(in_flight=False, is_over=is_over, begin=lambda rounds: None)
+    joining.begin(1)
+    joining._source = 1
+    assert joining.propose() == bytes([pace])
+
+
+def test_what_has_arrived_is_forgotten_where_the_state_comes_anew():
+    """Also if a member dies at once: the structure is another one by then."""
+    joining = joining_alone()
+    joining._arrived, joining._kept_at = {0}, (1, 7)
+
+    def dies(_):
+        raise GroupAborted("a member has died")
+
+    group = SimpleNamespace(rank=0, world_size=2, gather_equal=dies)
+    with pytest.raises(GroupAborted):
+        joining.start(group, 1, possible=True, keeps=False)
+    joining.close(1, 7)
+    assert joining.kept_of(1) is None

@@ -15,6 +15,7 @@ the others are at another step then.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
 LARGE_BYTES = 16 << 20  # of parameters. Of fewer, a copy takes no time that is worth a question.
 OF_A_ROUND = 8  # a round moves this part of the bytes of the parameters
 LEAST_BYTES = 4 << 20
-MOST_ROUNDS = 8  # in one step
+MOST_ROUNDS = 8  # of one step: what is in flight takes host memory as the parameters do
+OF_A_STEP = 20  # to begin the rounds of a step takes at most this part of its micro-batches' time
 _SMALL_NUMEL = 16  # of state that goes with each range, such as the number of steps
 
 
@@ -67,6 +69,7 @@ class GradualJoin(StepParticipant):
         )
         self._move: Move | None = None
         self._source, self._rounds = 0, 1
+        self._begun = 0.0, 0.0  # from when to when this step's rounds were begun
         self._trainable: list[bool] = []  # when the move began
         self._is_unsteady = False  # that has changed during a join, on all that were not new
         self._arrived = set[int]()  # units, in generations that ended meanwhile
@@ -105,13 +108,13 @@ class GradualJoin(StepParticipant):
         """Begins to move the state, which has the same structure on all members now. `possible`:
         on this one. `keeps`: what has arrived before. Returns whether it is possible on all. Raises
         GroupError."""
+        if not keeps:
+            self.forget()
         units = self._units() if possible and not self._is_unsteady else None
         if b"\0" in group.gather_equal(bytes([units is not None])):
             return False
         assert units is not None
         joining, count = self._shares.joining, len(units)
-        if not keeps:
-            self._arrived = set()
         mine = self._arrived if group.rank in joining else range(count)
         have = ranks_with(group, mine, count)
         nbytes = sum(p.nbytes for p in self._state.parameters.values()) // OF_A_ROUND
@@ -119,6 +122,10 @@ class GradualJoin(StepParticipant):
         self._move = Move(group, units, have, need, budget=budget)
         self._source, self._rounds, self._trainable = source, 1, self._flags()
         return True
+
+    def forget(self) -> None:
+        """What has arrived does not count any more: all of the state comes anew."""
+        self._arrived, self._kept_at = set(), None
 
     def finish(self) -> None:
         """Moves what is left at once. Raises GroupError."""
@@ -141,24 +148,26 @@ class GradualJoin(StepParticipant):
             self._is_unsteady = True
             raise GroupError("requires_grad has changed while a worker joins: it joins at once")
         if not self._move.in_flight:
+            began = time.monotonic()
             self._move.begin(self._rounds)
+            self._begun = began, time.monotonic()
 
     def propose(self) -> bytes:
         if self._move is None:
             return b""
-        in_time = bytes([self._move.is_over])
+        pace = bytes([self._pace()])
         if self._shares.rank != self._source:
-            return in_time
+            return pace
         state = self._state
         scale = None if state.loss_scale is None else vars(state.loss_scale)
-        return in_time + to_bytes({"held": state.optimizers.now(), "loss_scale": scale})
+        return pace + to_bytes({"held": state.optimizers.now(), "loss_scale": scale})
 
     def agree(self, proposals: Sequence[bytes]) -> Verdict:
-        """Where the parts of this step have arrived while micro-batches ran, the next one moves
-        twice as many, or else half."""
+        """The next step moves twice as much as this one, as much, or half: what the slowest of the
+        members says that run micro-batches."""
         told = [proposal for proposal in proposals if proposal]
-        in_time = all(proposal[0] for proposal in told)
-        self._rounds = min(2 * self._rounds, MOST_ROUNDS) if in_time else max(1, self._rounds // 2)
+        pace = min((proposal[0] for proposal in told), default=1)
+        self._rounds = min(MOST_ROUNDS, max(1, self._rounds * 2**pace // 2))
         self._given = next(filter(None, (proposal[1:] for proposal in told)), b"")
         return None
 
@@ -173,6 +182,16 @@ class GradualJoin(StepParticipant):
                 vars(self._state.loss_scale).update(given["loss_scale"])
 
     # ------------------------------------------------------------------------------ private
+
+    def _pace(self) -> int:
+        """Returns 2 if the next step may move twice as much as this one: all has arrived while the
+        micro-batches ran, and took little of this thread's time. 1: as much; 0: half."""
+        assert self._move is not None
+        began, ended = self._begun
+        took, left = OF_A_STEP * (ended - began), time.monotonic() - ended
+        if not self._move.is_over or took > left:
+            return 0
+        return 2 if 2 * took <= left else 1
 
     def _flags(self) -> list[bool]:
         return [p.requires_grad for p in self._state.parameters.values()]

@@ -6,8 +6,8 @@ the holders of a sharded optimizer's state, and to all members when they read a 
 - The plan is arithmetic on who has and who needs each unit, so all members make the same one.
   Several holders share the work. A member that receives a unit may send it on in a later round, so
   one source can serve many receivers.
-- A round sends a limited number of bytes, so no side needs memory for all units at once. A move may
-  go on over several steps, with some rounds in each.
+- A round sends a limited number of bytes, so no side needs memory for all units at once, but for
+  the rounds in flight. A move may go on over several steps, with some rounds in each.
 - A move writes to no unit but those that this member needs. Nobody may use what has arrived before
   `finish` has returned or `is_done` is true: if another member is lost, GroupError ends the move.
 
