@@ -415,7 +415,8 @@ def test_parts_are_as_large_as_the_slowest_member_says():
 )
 def test_pace_follows_what_arrived_and_what_it_cost(took, left, is_over, pace, monkeypatch):
     joining, clock = joining_alone(), iter([0.0, took, took + left])
-    monkeypatch.setattr(gradual_join.time, "monotonic", lambda: next(clock))
+    # Not the clock of the whole process: its other threads read that, too.
+    monkeypatch.setattr(gradual_join, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     joining._move = SimpleNamespace(in_flight=False, is_over=is_over, begin=lambda rounds: None)
     joining.begin(1)
     joining._source = 1

@@ -4,11 +4,11 @@ error. What it writes to the model and the optimizer: model_guard.py.
 Compared around each body (facts.py) are the variables of the frames between `ctx.steps` and the
 train function that exist when the first body begins or that a body may read before it assigns them,
 those that the loss function refers to, globals that either code names, the attributes of users' own
-objects, and plain attributes of the model's modules. What lies deeper (objects in
-objects, what functions keep, the environment) is not. If it sets the rate of a parameter group, the
-members find that out before the next step; see `ParameterGroups`. A change is one warning per
-run, by the names of the variables. A body that uses a scheduler of the run's optimizers, or one of
-torch's averaged models, without passing it to `ctx.steps` raises LoopError.
+objects, and plain attributes of the model's modules. What lies deeper (objects in objects, what
+functions keep, the environment) is not. If a body sets the rate of a parameter group, the members
+find that out before the next step; see `ParameterGroups`. A change is one warning per run, by the
+names of the variables. A body that uses a scheduler of the run's optimizers, or one of torch's
+averaged models, without passing it to `ctx.steps` raises LoopError.
 
 A GradScaler that the body or the loss function uses is refused, and so is a second call of
 `scheduler.step()`. With `staleness=1`, whose leaves may run again after the body, the loss function
@@ -177,11 +177,9 @@ class VariablesGuard:
         for name, value in variables:
             if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
                 raise LoopError(_scales("body of the loop over ctx.steps", name))
-        of_loss = variables_of(self._loss).items()
-        if id(getattr(self._loss, "__self__", None)) in self._passed:  # with all that it holds
-            of_loss = {name: x for name, x in of_loss if not name.startswith("loss_fn.")}.items()
-        for name, value in [*of_loss, *variables]:
-            if name not in self._named:
+        passed = id(getattr(self._loss, "__self__", None)) in self._passed  # with all that it holds
+        for name, value in [*variables_of(self._loss).items(), *variables]:
+            if name not in self._named and not (passed and name.startswith("loss_fn.")):
                 facts |= self._facts_of(name, value)
         return facts
 
