@@ -140,9 +140,9 @@ class Uploader:
         return None if running is None else running.result()
 
     def close(self) -> None:
-        """Waits for the writes under way. No further write starts."""
+        """Waits for the writes that were begun or requested."""
         self.snapshot.memory.close()  # first: nobody needs memory that is not ready
-        self._one.shutdown(cancel_futures=True)
+        self._one.shutdown()
         self._writers.shutdown()
 
     def _is_over(self) -> bool:

@@ -92,6 +92,18 @@ def test_late_upload_is_waited_for_once(uploader, monkeypatch):
     assert uploader.wait().step == 2 and not uploader.late
 
 
+def test_checkpoint_that_waits_for_its_turn_is_written_before_the_uploader_closes(
+    uploader, monkeypatch
+):
+    memory, ended = uploader.snapshot.memory, threading.Event()
+    monkeypatch.setattr(memory, "make_ready", lambda: ended.wait(PATIENCE_S))
+    monkeypatch.setattr(memory, "close", ended.set)
+    uploader.take(1, {"x": torch.ones(3)}, **ALONE)
+    uploader.take(2, {"x": torch.zeros(3)}, **ALONE)
+    uploader.close()
+    assert [share.step for share in uploader.shares] == [1, 2]
+
+
 def test_upload_error_is_raised_once_and_the_next_upload_works(uploader, monkeypatch):
     def refuse(*args, **kwargs):
         raise StorageError("403 AccessDenied")
