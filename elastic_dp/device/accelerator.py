@@ -15,12 +15,6 @@ import torch
 from elastic_dp.device.nccl_communicator import NcclCommunicator
 
 
-class DeviceEvent(Protocol):
-    def query(self) -> bool:
-        """Returns whether the device has done everything that was launched before the event."""
-        ...
-
-
 class Communicator(Protocol):
     """Collectives between the devices of one generation. Each returns a handle whose `wait` only
     orders later work of the device behind it."""
@@ -49,56 +43,38 @@ class Communicator(Protocol):
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Any: ...
 
 
-class Accelerator(Protocol):
-    asynchronous: bool
-
-    def record(self) -> DeviceEvent:
-        """Returns an event behind everything that this thread has launched."""
-        ...
-
-    def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Returns memory of the host that the device can copy to and from by itself."""
-        ...
-
-    def copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Launches a copy. `target` is valid once an event behind it has passed."""
-        ...
-
-    def communicator(
-        self, store: Any, rank: int, world_size: int, timeout_s: float
-    ) -> Communicator: ...
-
-
-class HostProcessor:
-    """Not asynchronous: what is launched is done."""
+class Accelerator:
+    """The host's own processor, and what others are derived from. It is not asynchronous, so nobody
+    calls its methods."""
 
     asynchronous = False
 
-    def record(self) -> DeviceEvent:
-        return _Passed()
+    def record(self) -> Any:
+        """Returns an event behind everything that this thread has launched. Its `query` returns
+        whether the device has done all of that."""
+        raise NotImplementedError
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        """Returns memory of the host that the device can copy to and from by itself."""
+        raise NotImplementedError
 
     def copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
+        """Launches a copy. `target` is valid once an event behind it has passed."""
+        raise NotImplementedError
 
-    def communicator(self, store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
-        raise AssertionError("tensors of the host travel over Gloo")
-
-
-class _Passed:
-    def query(self) -> bool:
-        return True
+    def communicator(
+        self, store: Any, rank: int, world_size: int, timeout_s: float
+    ) -> Communicator:
+        raise NotImplementedError
 
 
-class CudaAccelerator:
+class CudaAccelerator(Accelerator):
     asynchronous = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def record(self) -> DeviceEvent:
+    def record(self) -> Any:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -115,7 +91,7 @@ class CudaAccelerator:
         return NcclCommunicator(store, rank, world_size, self._device, timeout_s)
 
 
-_HOST = HostProcessor()
+_HOST = Accelerator()
 _installed: Accelerator | None = None
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from elastic_dp.device.accelerator import Accelerator, Communicator, DeviceEvent
+from elastic_dp.device.accelerator import Accelerator, Communicator
 from elastic_dp.distributed.device_connection import (
     ABORT_LIMIT_S,
     DeviceConnection,
@@ -49,7 +49,7 @@ class StagedOperation:
     output: torch.Tensor
     received: torch.Tensor
     sources: tuple[torch.Tensor, ...]
-    copied: DeviceEvent
+    copied: Any
     start: Callable[[], Operation]
     sent: Operation | None = None
 
@@ -245,7 +245,7 @@ class DeviceTransport:
         self._attempt, self._connections, self._unconfirmed = None, [], []
         return kept
 
-    def _poll(self, event: DeviceEvent) -> None:
+    def _poll(self, event: Any) -> None:
         while not event.query():
             self._check()
             time.sleep(_POLL_S)

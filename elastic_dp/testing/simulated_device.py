@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from elastic_dp.device.accelerator import Accelerator
 from elastic_dp.threads import background
 
 _POLL_S = 0.0002
@@ -209,9 +210,7 @@ class _Event:
         return True
 
 
-class SimulatedAccelerator:
-    """Implements `Accelerator`."""
-
+class SimulatedAccelerator(Accelerator):
     asynchronous = True
 
     def __init__(self, settings: SimulatedDevice | None = None) -> None:
