@@ -21,8 +21,8 @@ buffers, and the state of a joiner.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 
@@ -32,7 +32,7 @@ from elastic_dp.errors import ModelError
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-class GradientRounding(Protocol):
+class GradientRounding:
     """How sums of gradients are kept, rounded and added. A block of gradients is kept as a record.
     `node` is the subtree whose sum is rounded, `first` the number of a tensor's first block among
     all blocks of the model: with the seed of the step they determine what Q draws at random. Lists
@@ -40,7 +40,7 @@ class GradientRounding(Protocol):
 
     dtype: torch.dtype  # of the tensors that sums are kept in
     block: int  # elements of a gradient
-    record: int  # elements of `dtype`
+    record: int  # elements of `dtype`; with 1, a sum has the shape of its parameter
 
     def begin(self, seed: int) -> None:
         """Starts a step."""
@@ -49,6 +49,11 @@ class GradientRounding(Protocol):
         self, gradients: Sequence[torch.Tensor], node: Node, firsts: Sequence[int]
     ) -> list[torch.Tensor]:
         """Returns Q of each gradient. One that is a rounded sum already is returned as it is."""
+        if not gradients or gradients[0].dtype == self.dtype:
+            return list(gradients)
+        outs = [self._room_for(gradient) for gradient in gradients]
+        self.write(gradients, node, firsts, outs)
+        return outs
 
     def write(
         self,
@@ -58,6 +63,7 @@ class GradientRounding(Protocol):
         outs: Sequence[torch.Tensor],
     ) -> None:
         """Writes what `round` returns to `outs`."""
+        raise NotImplementedError
 
     def accumulate(
         self,
@@ -67,35 +73,33 @@ class GradientRounding(Protocol):
         firsts: Sequence[int],
     ) -> None:
         """Sets each of `sums` to Q(sum + other)."""
+        for one, other, first in zip(sums, others, firsts, strict=True):
+            self.add(one, other, node, first, one)
 
     def add(
         self, one: torch.Tensor, other: torch.Tensor, node: Node, first: int, out: torch.Tensor
     ) -> torch.Tensor:
         """Returns Q(one + other) in `out`, which may be the memory of either."""
+        raise NotImplementedError
 
     def restore(self, sums: torch.Tensor, out: torch.Tensor) -> None:
         """Writes sums to `out` in the dtype of the parameters."""
+        raise NotImplementedError
+
+    def _room_for(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self.record == 1:
+            return torch.empty_like(gradient, dtype=self.dtype)
+        records = math.ceil(gradient.numel() / self.block)
+        return gradient.new_empty(records * self.record, dtype=self.dtype)
 
 
-class DtypeRounding:
+class DtypeRounding(GradientRounding):
     """Sums in one dtype, whose addition rounds them. They have the shape of the parameters."""
 
     block = record = 1
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-
-    def begin(self, seed: int) -> None:
-        pass
-
-    def round(
-        self, gradients: Sequence[torch.Tensor], node: Node, firsts: Sequence[int]
-    ) -> list[torch.Tensor]:
-        if not gradients or gradients[0].dtype == self.dtype:
-            return list(gradients)
-        rounded = [torch.empty_like(gradient, dtype=self.dtype) for gradient in gradients]
-        torch._foreach_copy_(rounded, list(gradients))
-        return rounded
 
     def write(
         self,

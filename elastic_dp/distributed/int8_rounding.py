@@ -21,11 +21,11 @@ that stay small beside the largest of their block.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 
 import torch
 
+from elastic_dp.distributed.gradient_rounding import GradientRounding
 from elastic_dp.distributed.gradient_units import in_memory_order
 from elastic_dp.distributed.reduction_tree import Node
 
@@ -37,8 +37,8 @@ _NOT_FINITE = 255  # the exponent of infinity
 _PIECE_BLOCKS = 512  # which are converted and added while they are in the cache
 
 
-class Int8Rounding:
-    """Implements `GradientRounding` for fp32."""
+class Int8Rounding(GradientRounding):
+    """For fp32."""
 
     dtype, block, record = torch.uint8, BLOCK, RECORD
 
@@ -47,16 +47,6 @@ class Int8Rounding:
 
     def begin(self, seed: int) -> None:
         self._seed = seed
-
-    def round(
-        self, gradients: Sequence[torch.Tensor], node: Node, firsts: Sequence[int]
-    ) -> list[torch.Tensor]:
-        if not gradients or gradients[0].dtype == self.dtype:
-            return list(gradients)
-        lengths = [math.ceil(gradient.numel() / BLOCK) * RECORD for gradient in gradients]
-        outs = [gradients[0].new_empty(length, dtype=self.dtype) for length in lengths]
-        self.write(gradients, node, firsts, outs)
-        return outs
 
     def write(
         self,
@@ -70,16 +60,6 @@ class Int8Rounding:
                 out.copy_(gradient)
             else:
                 self._write_one(gradient, node, first, out)
-
-    def accumulate(
-        self,
-        sums: Sequence[torch.Tensor],
-        others: Sequence[torch.Tensor],
-        node: Node,
-        firsts: Sequence[int],
-    ) -> None:
-        for one, other, first in zip(sums, others, firsts, strict=True):
-            self.add(one, other, node, first, one)
 
     def _write_one(self, gradient: torch.Tensor, node: Node, first: int, out: torch.Tensor) -> None:
         flat = in_memory_order(gradient)
