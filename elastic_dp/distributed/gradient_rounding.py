@@ -139,6 +139,7 @@ def rounding_of(wire: Wire, dtype: torch.dtype) -> GradientRounding:
         return DtypeRounding(dtype)
     if wire == "bf16":
         return DtypeRounding(torch.bfloat16)
+    assert wire == "int8", wire
     from elastic_dp.distributed.int8_rounding import Int8Rounding
 
     return Int8Rounding()

@@ -47,6 +47,7 @@ def open_format(name: str) -> FileFormat:
         from elastic_dp.data.formats.arrow import Arrow
 
         return Arrow()
+    assert name == "tar", name
     from elastic_dp.data.formats.tar import Tar
 
     return Tar()

@@ -1,0 +1,1 @@
+"""What decides whether two workers compute the same bits, and how that is compared."""

@@ -1,0 +1,1 @@
+"""Entering and leaving a generation: its group, its commands, and the state that members send."""

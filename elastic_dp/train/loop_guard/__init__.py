@@ -1,0 +1,1 @@
+"""Finds what the body of a loop changes and a worker that joins would not have."""

@@ -1,0 +1,1 @@
+"""One step: `transaction` runs leaves, asks the participants, and commits or undoes all of it."""

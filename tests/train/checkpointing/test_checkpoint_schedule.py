@@ -5,7 +5,7 @@ import math
 import pytest
 
 from elastic_dp.config import CheckpointConfig
-from elastic_dp.train.checkpointing.checkpoint_committer import CheckpointSchedule, auto_interval_s
+from elastic_dp.train.checkpointing.checkpoint_schedule import CheckpointSchedule, auto_interval_s
 
 AUTO = CheckpointConfig(every_s="auto")
 
