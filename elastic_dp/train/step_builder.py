@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from elastic_dp.config import JobSpec
+from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.device.gpu import is_gpu, keep_cublas_config
 from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_norm import GradientClipping
@@ -37,17 +38,15 @@ from elastic_dp.train.step.micro_batch import MicroBatchRunner
 from elastic_dp.train.step.participants import (
     BadRowGroups,
     Buffers,
-    CheckpointWish,
     DeviceConnections,
     ParameterGroups,
-    Participants,
     Results,
     StepParticipant,
-    StopWish,
     WeightComparison,
+    Wishes,
 )
 from elastic_dp.train.step.precision import new_loss_scale
-from elastic_dp.train.step.step_gradient import FiniteGradient, StepGradient
+from elastic_dp.train.step.step_gradient import StepGradient
 from elastic_dp.train.step.transaction import Transaction
 from elastic_dp.train.step.trial_run import TrialRun
 from elastic_dp.train.steps_arguments import StepsArguments, check_steps_arguments
@@ -57,7 +56,8 @@ from elastic_dp.train.steps_arguments import StepsArguments, check_steps_argumen
 class StepBuilder:
     """What a step is made of. `extend` of an extension gets it when only the arguments are there,
     and may change what makes the other parts. Nothing runs yet. `planned_checkpoint`: which steps
-    have a checkpoint, as far as all members know before them; None: there is no storage."""
+    have a checkpoint, as far as all members know before them; None: there is no storage.
+    `describe_worker`: returns who this one is, for messages."""
 
     given: StepsArguments
     spec: JobSpec
@@ -67,6 +67,7 @@ class StepBuilder:
     reporter: PhaseReporter
     write_speed: Callable[[float], None]
     planned_checkpoint: Callable[[int], bool] | None
+    describe_worker: Callable[[], str]
     gang: Gang | None
 
     def __post_init__(self) -> None:
@@ -97,7 +98,7 @@ class StepBuilder:
     def has_checkpoint(self, step: int) -> bool:
         """Whether a step that is about to be committed has one, as far as all members know."""
         planned = self.planned_checkpoint
-        return planned is not None and (self.checkpoint.agreed or planned(step))
+        return planned is not None and (self.wishes.checkpoint or planned(step))
 
     @property
     def _joins_gradually(self) -> bool:
@@ -186,28 +187,30 @@ class StepBuilder:
         )
         self.joining = GradualJoin(state, shares, allowed=self._joins_gradually)
         results = self.results = Results(state, self.rows, self.gang)
-        self.checkpoint = CheckpointWish(control)
+        self.wishes = Wishes(control)
         self.gradient = self.new_gradient(self.leaves, results, seed=spec.data.seed)
-        participants = Participants(
+        participants = [
+            self.wishes,
+            ParameterGroups(state.optimizers.all, self.describe_worker),
             results,
-            StopWish(control),
-            self.checkpoint,
-            ParameterGroups(state.optimizers.all),
-            [
-                self.joining,
-                self.weights,
-                DeviceConnections(),
-                BadRowGroups(state, self.rows, results),
-                Buffers(buffers, shares.virtual_workers, reporter.pass_point, self.gang),
-                self.gradient,
-                *(make() for make in self.new_participants),
-                *given.participants,
-                FiniteGradient(self.gradient, state, results),
-            ],
-            self.gang,
-        )
+            self.joining,
+            self.weights,
+            *([DeviceConnections()] if accelerator_of(self.device).asynchronous else ()),
+            BadRowGroups(state, self.rows, results),
+            Buffers(buffers, shares.virtual_workers, reporter.pass_point, self.gang),
+            self.gradient,
+            *(make() for make in self.new_participants),
+            *given.participants,
+        ]
         self.transaction = Transaction(
-            self.gradient, participants, self.schedules, reporter, spec.data.seed
+            self.gradient,
+            results,
+            self.wishes,
+            participants,
+            self.schedules,
+            reporter,
+            spec.data.seed,
+            self.gang,
         )
         self.trial = TrialRun(self.leaves, given.loss_fn, self.device, self.gang)
         self.variables_guard = VariablesGuard(state, buffers, given.loss_fn, given.inner_optimizer)

@@ -258,6 +258,7 @@ class WorkerSession:
             reporter=self.reporter,
             write_speed=self.status.write_speed,
             planned_checkpoint=None if self.checkpoints is None else self._plans_checkpoint,
+            describe_worker=self._described,
             gang=self.gang,
         )
         self._parts = build
@@ -520,13 +521,8 @@ class WorkerSession:
             self._open_transaction(main, membership)
 
     def _open_transaction(self, main: ProcessGroup, membership: Membership) -> None:
-        self.transaction.open(
-            main,
-            membership,
-            self.position.step + 1,
-            self.progress.lineage_id,
-            joined_after=self.progress.joined_after,
-        )
+        next_step = self.position.step + 1
+        self.transaction.open(main, membership, next_step, self.progress.lineage_id)
 
     def _get_pieces(self, membership: Membership) -> int:
         """Receives its pieces of a divided optimizer state. Returns the bytes received."""
@@ -606,6 +602,11 @@ class WorkerSession:
         """Returns whether the run may start from this worker's weights. It may not if the worker's
         code made them knowing that they do not count."""
         return self.is_source or not self.loop.read_is_source
+
+    def _described(self) -> str:
+        joined = self.progress.joined_after
+        since = f"which joined after step {joined}" if joined else "here from the start"
+        return f"worker {self.worker}, {since}"
 
     def _plans_checkpoint(self, step: int) -> bool:
         assert self.checkpoints is not None

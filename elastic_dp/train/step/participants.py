@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NoReturn
@@ -31,7 +31,7 @@ import xxhash
 
 from elastic_dp.coordinator.messages import ReplicaMismatch, WorkerId
 from elastic_dp.distributed.process_group import ProcessGroup, RecordGather
-from elastic_dp.errors import GroupError, LoopError, ModelError, SpecError
+from elastic_dp.errors import GroupError, LoopError, ModelError
 from elastic_dp.train.gang import Gang
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.state.module_buffers import ModuleBuffers
@@ -193,55 +193,43 @@ class Results(StepParticipant):
         self.own, self.of_all = {}, {}
 
 
-class StopWish(StepParticipant):
-    """A request of any member to end the run."""
+class Wishes(StepParticipant):
+    """What is asked of the run by way of any member: to end, or a checkpoint of this step. That
+    waits while a member writes its last one."""
 
-    name = "stop"
-
-    def __init__(self, control: WorkerControl) -> None:
-        self._control = control
-        self.reason: str | None = None
-
-    def begin(self, step: int) -> None:
-        self.reason = self._control.stop_reason
-
-    def propose(self) -> bytes:
-        return (self.reason or "").encode("utf-8", "surrogatepass")
-
-    def agree(self, proposals: Sequence[bytes]) -> Verdict:
-        reason = next(filter(None, proposals), b"").decode("utf-8", "surrogatepass")
-        return StopAgreed(reason) if reason else None
-
-
-class CheckpointWish(StepParticipant):
-    """A request for a checkpoint of this step. It waits while a member writes its last one."""
-
-    name = "checkpoint"
+    name = "wishes"
 
     def __init__(self, control: WorkerControl) -> None:
         self._control = control
-        self._wanted = self.late = False  # late: a member is still writing
+        self.stop: str | None = None  # why this member asks to end, from `begin` on
+        self._wants_checkpoint = self.late = False  # late: a member is still writing
 
     @property
-    def agreed(self) -> bool:
+    def checkpoint(self) -> bool:
         """Whether this step has a checkpoint by request."""
-        return self._wanted and not self.late
+        return self._wants_checkpoint and not self.late
+
+    def begin(self, step: int) -> None:
+        self.stop = self._control.stop_reason
 
     def propose(self) -> bytes:
         flags = bytes([self._control.checkpoint_wanted, self._control.checkpoint_late])
-        return flags if any(flags) else b""
+        wishes = flags + (self.stop or "").encode("utf-8", "surrogatepass")
+        return wishes if any(wishes) else b""
 
     def agree(self, proposals: Sequence[bytes]) -> Verdict:
-        self._wanted = any(p[0] for p in proposals if p)
-        self.late = any(p[1] for p in proposals if p)
-        return None
+        some = [p for p in proposals if p]
+        self._wants_checkpoint = any(p[0] for p in some)
+        self.late = any(p[1] for p in some)
+        reason = next(filter(None, (p[2:] for p in some)), b"").decode("utf-8", "surrogatepass")
+        return StopAgreed(reason) if reason else None
 
     def commit(self) -> None:
-        if self.agreed:
+        if self.checkpoint:
             self._control.checkpoint_wanted = False
 
     def undo(self) -> None:
-        self._wanted = self.late = False
+        self._wants_checkpoint = self.late = False
 
 
 class BadRowGroups(StepParticipant):
@@ -348,30 +336,24 @@ class DeviceConnections(StepParticipant):
     name = "devices"
     hears_all = True
 
-    def __init__(self) -> None:
-        self._group: ProcessGroup | None = None
-        self._step = 0
-
     def open(self, group: ProcessGroup) -> None:
-        self._group = group
+        assert group.on_device is not None
+        self._on_device = group.on_device
 
     def begin(self, step: int) -> None:
         self._step = step
 
     def propose(self) -> bytes:
-        on_device = None if self._group is None else self._group.on_device
-        if on_device is None or on_device.switched:
+        if self._on_device.switched:
             return b""
-        failure = on_device.connecting_failure() or ""
-        return bytes([on_device.connected]) + failure.encode("utf-8", "surrogatepass")
+        failure = self._on_device.connecting_failure() or ""
+        return bytes([self._on_device.connected]) + failure.encode("utf-8", "surrogatepass")
 
     def agree(self, proposals: Sequence[bytes]) -> Verdict:
-        on_device = None if self._group is None else self._group.on_device
-        if on_device is not None:
-            failures = [p[1:].decode("utf-8", "surrogatepass") for p in proposals]
-            connected = all(p and p[0] for p in proposals)
-            why_not = next(filter(None, failures), None)
-            on_device.agree(self._step, connected=connected, why_not=why_not)
+        failures = [p[1:].decode("utf-8", "surrogatepass") for p in proposals]
+        connected = all(p and p[0] for p in proposals)
+        why_not = next(filter(None, failures), None)
+        self._on_device.agree(self._step, connected=connected, why_not=why_not)
         return None
 
 
@@ -382,19 +364,15 @@ class ParameterGroups(StepParticipant):
 
     name = "parameter_groups"
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._optimizers = optimizers
-        self._step = self._joined_after = 0
-        self._workers: Sequence[str] = ()
-        self._records: RecordGather | None = None
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], describe: Callable[[], str]
+    ) -> None:
+        """`describe`: returns who this worker is, for messages."""
+        self._optimizers, self._describe = optimizers, describe
         self._differ = False
 
     def open(self, group: ProcessGroup) -> None:
-        self._records = RecordGather(group)
-
-    def open_among(self, workers: Sequence[str], joined_after: int) -> None:
-        """`joined_after` is the step with whose state this worker began."""
-        self._workers, self._joined_after = workers, joined_after
+        self._group = group
 
     def begin(self, step: int) -> None:
         self._step, self._differ = step, False
@@ -408,9 +386,9 @@ class ParameterGroups(StepParticipant):
 
     def prepare(self) -> None:
         if self._differ:
-            assert self._records is not None
-            self._records.launch(record_of(fields_of(self._optimizers), self._joined_after))
-            raise groups_differ(self._step, self._records.collect(), self._workers)
+            told = [self._describe(), fields_of(self._optimizers)]
+            records = self._group.gather_bytes(json.dumps(told).encode())
+            raise groups_differ(self._step, records)
 
     def undo(self) -> None:
         self._differ = False
@@ -432,25 +410,19 @@ def fields_of(optimizers: Iterable[torch.optim.Optimizer]) -> Fields:
     ]
 
 
-def record_of(fields: Fields, joined_after: int) -> bytes:
-    """Returns what a member sends where digests differ. `joined_after`: the step it began with."""
-    return json.dumps({"joined": joined_after, "fields": fields}).encode()
-
-
-def groups_differ(step: int, records: Sequence[bytes], workers: Sequence[str]) -> LoopError:
-    """Returns the error for members whose records differ."""
-    told = [json.loads(record) for record in records]
+def groups_differ(step: int, records: Sequence[bytes]) -> LoopError:
+    """Returns the error for members whose records, of who they are and their fields, differ."""
+    members, fields = zip(*map(json.loads, records), strict=True)
     other, number, key = next(
         (rank, number, key)
-        for rank, one in enumerate(told)
-        for number, pair in enumerate(zip(told[0]["fields"], one["fields"], strict=True))
+        for rank, groups in enumerate(fields)
+        for number, pair in enumerate(zip(fields[0], groups, strict=True))
         for key in _differing(*pair)
     )
-    values = [dict(told[rank]["fields"][number]).get(key) for rank in (0, other)]
-    since = [_since(told[rank]["joined"]) for rank in (0, other)]
+    values = [dict(fields[rank][number]).get(key) for rank in (0, other)]
     return LoopError(
-        f"before step {step} optimizer.param_groups[{number}][{key!r}] is {values[0]!r} on worker "
-        f"{workers[0]}, {since[0]}, and {values[1]!r} on worker {workers[other]}, {since[1]}. The "
+        f"before step {step} optimizer.param_groups[{number}][{key!r}] is {values[0]!r} on "
+        f"{members[0]}, and {values[1]!r} on {members[other]}. The "
         "body of the loop over ctx.steps sets it by something that a worker that joins begins "
         "anew, such as a counter: keep that in c = ctx.carry(count=0) before the loop, and pass "
         "objects, such as a scheduler, as state="
@@ -460,10 +432,6 @@ def groups_differ(step: int, records: Sequence[bytes], workers: Sequence[str]) -
 def _differing(one: list[list[Any]], other: list[list[Any]]) -> list[str]:
     first, second = dict(one), dict(other)
     return [key for key in first | second if repr(first.get(key)) != repr(second.get(key))]
-
-
-def _since(joined_after: int) -> str:
-    return f"which joined after step {joined_after}" if joined_after else "here from the start"
 
 
 def _plain(value: Any) -> Any:
@@ -550,46 +518,3 @@ def either_of(rows: Sequence[bytes]) -> bytes:
     for row in rows:
         either |= int.from_bytes(row, "little")
     return either.to_bytes(len(rows[0]), "little")
-
-
-class Participants:
-    """All participants of a step, in order, and the exchange of their entries."""
-
-    def __init__(
-        self,
-        results: Results,
-        stop: StopWish,
-        checkpoint: CheckpointWish,
-        groups: ParameterGroups,
-        others: Sequence[StepParticipant],
-        gang: Gang | None = None,
-    ) -> None:
-        """`others`: begin after `results`. `gang`: the processes of this worker, if several."""
-        self.results, self.stop, self.checkpoint, self.groups = results, stop, checkpoint, groups
-        self.all: Sequence[StepParticipant] = [stop, checkpoint, groups, results, *others]
-        names = [one.name for one in self.all]
-        for name in names:
-            if names.count(name) > 1:
-                raise SpecError(f"two participants of a step have the name {name!r}")
-        self._gang = gang
-
-    def __iter__(self) -> Iterator[StepParticipant]:
-        return iter(self.all)
-
-    def __reversed__(self) -> Iterator[StepParticipant]:
-        return reversed(self.all)
-
-    def open(self, group: ProcessGroup, workers: Sequence[str], joined_after: int) -> None:
-        """Begins a generation; see `Transaction.open`."""
-        self._header = RecordGather(group)
-        self.groups.open_among(workers, joined_after)
-        for participant in self.all:
-            participant.open(group)
-
-    def propose(self) -> None:
-        """Sends this member's entries to all."""
-        self._header.launch(propose_all(self.all, self._gang))
-
-    def agree(self, joining: Collection[int] = ()) -> Verdict:
-        """Waits for the entries of all members, and returns what they decide. See `agree_all`."""
-        return agree_all(self.all, self._header.collect(), joining)

@@ -10,7 +10,6 @@ from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_tree import Node
 from elastic_dp.sampling.seeds import rounding_seed
-from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.step.leaf_runner import LeafRunner
 from elastic_dp.train.step.loss_result import not_finite, total_weight
 from elastic_dp.train.step.participants import (
@@ -119,6 +118,13 @@ class StepGradient(StepParticipant):
         )
         self.exchange.finish(self.factor, self.used)
 
+    def check_finite(self) -> None:
+        """Raises LossError if the gradient is not finite, unless that changes the loss scale alone.
+        Called when all participants are prepared."""
+        if not self.exchange.finite and self._state.loss_scale is None:
+            step, describe = self.computed_in, self.leaves.data.describe
+            raise not_finite(step, self._results.of_all, describe)
+
     @property
     def factor(self) -> float:
         """What the sum is multiplied by."""
@@ -135,6 +141,8 @@ class StepGradient(StepParticipant):
     def ended(self) -> None:
         # A member that takes the step over has no gradients for its body, so no member's body has.
         self.leaves.gradients.drop()
+        if self._state.loss_scale is not None and self.applies:
+            self._state.loss_scale.step_ended(overflow=not self.exchange.finite)
 
     def undo(self) -> None:
         self.used = b""
@@ -142,22 +150,3 @@ class StepGradient(StepParticipant):
 
     def aborted(self) -> None:
         """The group was lost before the commit."""
-
-
-class FiniteGradient(StepParticipant):
-    """Whether the gradient is finite: the same bits on all members. With a loss scale, a step whose
-    gradient overflows is committed, and changes the scale alone."""
-
-    name = "finite"
-
-    def __init__(self, gradient: StepGradient, state: TrainState, results: Results) -> None:
-        self._gradient, self._state, self._results = gradient, state, results
-
-    def prepare(self) -> None:
-        if not self._gradient.exchange.finite and self._state.loss_scale is None:
-            step, describe = self._gradient.computed_in, self._gradient.leaves.data.describe
-            raise not_finite(step, self._results.of_all, describe)
-
-    def ended(self) -> None:
-        if self._state.loss_scale is not None and self._gradient.applies:
-            self._state.loss_scale.step_ended(overflow=not self._gradient.exchange.finite)

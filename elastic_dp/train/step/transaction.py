@@ -25,49 +25,61 @@ from dataclasses import dataclass
 
 from elastic_dp.coordinator.messages import Membership
 from elastic_dp.device.global_generators import seed_everything
-from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.errors import GroupError
+from elastic_dp.distributed.process_group import ProcessGroup, RecordGather
+from elastic_dp.errors import GroupError, SpecError
 from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.sampling.step_schedule import StepSchedule
+from elastic_dp.train.gang import Gang
 from elastic_dp.train.phase_reporter import PhaseReporter
 from elastic_dp.train.state.train_state import StepRecord
 from elastic_dp.train.step.loss_result import mean, mean_metrics
-from elastic_dp.train.step.participants import Participants, RetryStep, StopAgreed
+from elastic_dp.train.step.participants import (
+    Results,
+    RetryStep,
+    StepParticipant,
+    StopAgreed,
+    Wishes,
+    agree_all,
+    propose_all,
+)
 from elastic_dp.train.step.step_gradient import StepGradient
 
 
 @dataclass
 class Transaction:
-    """Runs steps. `schedules`: what changes with the step in how a job is distributed."""
+    """Runs steps. `schedules`: what changes with the step in how a job is distributed. `gang`: the
+    processes of this worker, if it has several."""
 
     gradient: StepGradient
-    participants: Participants
+    results: Results
+    wishes: Wishes
+    participants: Sequence[StepParticipant]  # all of them, with these three
     schedules: Sequence[StepSchedule]
     reporter: PhaseReporter
     seed: int
+    gang: Gang | None
     _group: ProcessGroup | None = None
     _distributed: tuple[int, ...] = ()  # the values of the schedules, as work is distributed now
 
     def __post_init__(self) -> None:
         self.leaves = self.gradient.leaves
         self.state, self.control = self.leaves.state, self.leaves.control
+        names = [one.name for one in self.participants]
+        for name in names:
+            if names.count(name) > 1:
+                raise SpecError(f"two participants of a step have the name {name!r}")
 
     # ----------------------------------------------------------------------- generation
 
     def open(
-        self,
-        group: ProcessGroup,
-        membership: Membership,
-        next_step: int,
-        lineage_id: int,
-        *,
-        joined_after: int,
+        self, group: ProcessGroup, membership: Membership, next_step: int, lineage_id: int
     ) -> None:
-        """Begins a generation. `joined_after` is the step with whose state this worker began."""
+        """Begins a generation."""
         self._group, self.leaves.lineage_id = group, lineage_id
+        self._header = RecordGather(group)
         self.leaves.shares.open(membership, group.rank)
-        workers = [member.worker for member in membership.members]
-        self.participants.open(group, workers, joined_after)
+        for participant in self.participants:
+            participant.open(group)
         self._distribute(next_step)
         self.leaves.speed.open()
 
@@ -102,25 +114,27 @@ class Transaction:
         group = self._group
         assert group is not None
         self._begin(step)
-        stop = self.participants.stop.reason is not None
+        stop = self.wishes.stop is not None
         sends = not self.gradient.late_sums
-        self.participants.results.own = self.leaves.run_step(step, sends=sends, idle=stop)
+        self.results.own = self.leaves.run_step(step, sends=sends, idle=stop)
         self.reporter.report("collective")
         self.gradient.sent()
         self._passes("sent", step)
         if group.on_device is not None:
             self._reduce(step)
             self._read_device(group)
-        self.participants.propose()
+        self._header.launch(propose_all(self.participants, self.gang))
         self._passes("header", step)
         if group.on_device is None:
             self._reduce(step)  # while the last bucket and the header are on their way
-        verdict = self.participants.agree(self.leaves.shares.joining)
+        records = self._header.collect()
+        verdict = agree_all(self.participants, records, self.leaves.shares.joining)
         if verdict is not None:
             self._undo(verdict)
             return verdict
         for participant in self.participants:
             participant.prepare()
+        self.gradient.check_finite()
         group.check()
         self.leaves.speed.end_step()
         self._passes("before_commit", step)
@@ -136,7 +150,7 @@ class Transaction:
             assert shares.membership is not None
             mine = shares.of_rank(shares.membership, shares.rank, step)
             self.leaves.data.read_ahead(step, mine)
-        self.leaves.begin(step, self.participants.all)
+        self.leaves.begin(step, self.participants)
         for participant in self.participants:
             participant.begin(step)
 
@@ -184,7 +198,7 @@ class Transaction:
         for participant in self.participants:
             participant.ended()
             metrics |= participant.metrics()
-        results = self.participants.results.of_all.values()
+        results = self.results.of_all.values()
         record = StepRecord(
             number=step,
             epoch=data.epoch_of(step),
@@ -194,8 +208,8 @@ class Transaction:
             metrics=mean_metrics(results) | metrics,
             lr=lr,
             grad_norm=None if norm is None else norm.value,
-            kept=self.participants.checkpoint.agreed,
-            late=self.participants.checkpoint.late,
+            kept=self.wishes.checkpoint,
+            late=self.wishes.late,
         )
         state.commit(record)
         self._passes("after_step", step)

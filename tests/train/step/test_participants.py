@@ -3,6 +3,7 @@ nothing of the step, `commit` raises nothing. A new participant gets a line in `
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -15,15 +16,32 @@ from elastic_dp.train.gang import Gang
 from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.step import participants as p
 from elastic_dp.train.step.micro_batch import MicroBatchResult
-from elastic_dp.train.step.step_gradient import FiniteGradient, StepGradient
+from elastic_dp.train.step.step_gradient import StepGradient
 
 STEP = 7
+
+
+class Device:
+    switched = False
+
+    def __init__(self, connected, why_not=None):
+        self.connected, self._why_not = connected, why_not
+        self.told = None
+
+    def connecting_failure(self):
+        return self._why_not
+
+    def agree(self, step, *, connected, why_not):
+        self.told = step, connected, why_not
 
 
 class Group:
     """A group of one rank, whose `all_gather` is never called."""
 
-    world_size, on_device = 1, None
+    world_size = 1
+
+    def __init__(self):
+        self.on_device = Device(True)
 
 
 class Control:
@@ -81,11 +99,6 @@ def flags(late, used):
     return StepGradient(leaves, results_of(0), seed=0)
 
 
-def finite():
-    gradient = SimpleNamespace(exchange=SimpleNamespace(finite=True))
-    return FiniteGradient(gradient, SimpleNamespace(loss_scale=None), results_of(0))
-
-
 def weights(value):
     compared = p.WeightComparison({"w": torch.full((3,), value)}, every=2)
     compared.members = ("w1", "w2")
@@ -93,7 +106,8 @@ def weights(value):
 
 
 def groups(lr):
-    return p.ParameterGroups([torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=lr)])
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=lr)
+    return p.ParameterGroups([optimizer], lambda: f"worker with {lr}")
 
 
 def buffers(value):
@@ -113,12 +127,10 @@ def write(participant):
 
 PARTICIPANTS = {
     "results": lambda i: results_of(2 * i, 2 * i + 1),
-    "stop": lambda i: p.StopWish(control(stop_reason="enough" if i else None)),
-    "no_stop": lambda i: p.StopWish(control()),
-    "checkpoint": lambda i: p.CheckpointWish(control(checkpoint_wanted=bool(i))),
-    "late_checkpoint": lambda i: p.CheckpointWish(
-        control(checkpoint_wanted=True, checkpoint_late=bool(i))
-    ),
+    "stop": lambda i: p.Wishes(control(stop_reason="enough" if i else None)),
+    "no_wish": lambda i: p.Wishes(control()),
+    "checkpoint": lambda i: p.Wishes(control(checkpoint_wanted=bool(i))),
+    "late_checkpoint": lambda i: p.Wishes(control(checkpoint_wanted=True, checkpoint_late=bool(i))),
     "bad_row_groups": lambda i: p.BadRowGroups(state(), Rows(), results_of(i, 2)),
     "weights": lambda i: weights(1.0),
     "gradients": lambda i: flags(False, bytes([i, 1 - i, 0])),
@@ -126,7 +138,6 @@ PARTICIPANTS = {
     "devices": lambda i: p.DeviceConnections(),
     "parameter_groups": lambda i: groups(0.1),
     "buffers": lambda i: buffers(3.0),
-    "finite": lambda i: finite(),
 }
 
 
@@ -212,7 +223,7 @@ def test_results_are_those_of_all_members_that_count():
 
 
 def test_a_stop_counts_before_a_retry():
-    made = [p.StopWish(control(stop_reason="enough")), flags(True, b"")]
+    made = [p.Wishes(control(stop_reason="enough")), flags(True, b"")]
     for one in made:
         one.begin(STEP)
     record = p.propose_all(made)
@@ -222,7 +233,7 @@ def test_a_stop_counts_before_a_retry():
 
 
 def test_stop_reason_of_any_bytes_travels():
-    one = p.StopWish(control(stop_reason="\udcff ended"))
+    one = p.Wishes(control(stop_reason="\udcff ended"))
     one.begin(STEP)
     assert one.agree([b"", one.propose()]) == p.StopAgreed("\udcff ended")
 
@@ -231,10 +242,10 @@ def test_checkpoint_waits_for_a_member_that_still_writes():
     first, second = (PARTICIPANTS["late_checkpoint"](i) for i in (0, 1))
     first.agree([first.propose(), second.propose()])
     first.commit()
-    assert (first.agreed, first.late, first._control.checkpoint_wanted) == (False, True, True)
+    assert (first.checkpoint, first.late, first._control.checkpoint_wanted) == (False, True, True)
     first.agree([first.propose()])
     first.commit()
-    assert (first.agreed, first._control.checkpoint_wanted) == (True, False)
+    assert (first.checkpoint, first._control.checkpoint_wanted) == (True, False)
 
 
 def test_bad_row_groups_are_skipped_from_the_commit_on():
@@ -262,30 +273,13 @@ def test_weights_that_differ_end_the_generation():
 
 def test_parameter_groups_that_differ_are_named():
     one, other = groups(0.1), groups(0.2)
-    records = []
-    for each, joined in ((one, 0), (other, 5)):
-        each.open(Group())
-        each.open_among(["w1", "w2"], joined)
-        each.begin(STEP)
-        records.append(p.record_of(p.fields_of(each._optimizers), joined))
+    fields = {f"worker w{n}": p.fields_of(each._optimizers) for n, each in enumerate((one, other))}
+    records = [json.dumps(record).encode() for record in fields.items()]
+    one.open(SimpleNamespace(gather_bytes=lambda own: records))
+    one.begin(STEP)
     one.agree([one.propose(), other.propose()])
-    one._records.collect = lambda: records
-    with pytest.raises(LoopError, match=r"param_groups\[0\]\['lr'\] is 0.1 on worker w1"):
+    with pytest.raises(LoopError, match=r"\['lr'\] is 0.1 on worker w0, and 0.2 on worker w1"):
         one.prepare()
-
-
-class Device:
-    switched = False
-
-    def __init__(self, connected, why_not=None):
-        self.connected, self._why_not = connected, why_not
-        self.told = None
-
-    def connecting_failure(self):
-        return self._why_not
-
-    def agree(self, step, *, connected, why_not):
-        self.told = step, connected, why_not
 
 
 @pytest.mark.parametrize(
