@@ -37,7 +37,6 @@ from elastic_dp.train.step.leaf_runner import Leaf, LeafRunner, OnePass, WorkSha
 from elastic_dp.train.step.micro_batch import MicroBatchRunner
 from elastic_dp.train.step.participants import (
     BadRowGroups,
-    Buffers,
     DeviceConnections,
     ParameterGroups,
     Results,
@@ -147,7 +146,7 @@ class StepBuilder:
         measures = by_speed or is_gpu(self.device)  # where phases do not tell what it computes
         self.speed = ComputeSpeed(self.device, self.write_speed if measures else None)
         shares = WorkShares(self.schedules[0], equal=not by_speed)
-        buffers = ModuleBuffers(state.model)
+        buffers = ModuleBuffers(state.model, shares.virtual_workers, reporter.pass_point, self.gang)
         self.micro_batches = self.new_micro_batches(
             state,
             given.loss_fn,
@@ -197,7 +196,7 @@ class StepBuilder:
             self.weights,
             *([DeviceConnections()] if accelerator_of(self.device).asynchronous else ()),
             BadRowGroups(state, self.rows, results),
-            Buffers(buffers, shares.virtual_workers, reporter.pass_point, self.gang),
+            buffers,
             self.gradient,
             *(make() for make in self.new_participants),
             *given.participants,

@@ -125,7 +125,7 @@ def test_run_on_a_device_has_the_local_digest_over_both_transports(train, worker
 ON_THE_HOST = {
     "DeviceTransport.read",  # counted as a wait
     "GradientExchange._complete",
-    "ModuleBuffers.payload",
+    "ModuleBuffers._payload",
     "ModuleBuffers.take",
     "RecordGather._make_room",
     "RecordGather.collect",

@@ -21,7 +21,7 @@ expanded tensors (steps_arguments.py). A module's extra state (`get_extra_state`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -30,15 +30,17 @@ import msgpack
 import torch
 from torch import nn
 
-from elastic_dp.checkpoint.codec import from_bytes, to_bytes
 from elastic_dp.device.accelerator import accelerator_of
+from elastic_dp.distributed.process_group import ProcessGroup, RecordGather
 from elastic_dp.distributed.reduction_tree import Node, middle
-from elastic_dp.errors import LoopError, ModelError, StateError
+from elastic_dp.errors import LoopError, ModelError
+from elastic_dp.train.gang import Gang
 from elastic_dp.train.state.module_attributes import ModuleAttributes
 from elastic_dp.train.state.tensor_digests import INTEGERS
+from elastic_dp.train.state.train_state import extra_states
+from elastic_dp.train.step.participants import StepParticipant, Verdict, either_of
 
 _COUNT = "num_batches_tracked"  # of torch's batch normalisation
-_EXTRA = "_extra_state"  # the name that torch uses in a state_dict
 _COMPARED_NUMEL = 1 << 16  # up to this size a buffer is always compared bit by bit
 
 _BODY = -1  # instead of a virtual worker: the loop body
@@ -57,32 +59,40 @@ class LeafBuffers:
 _NOTHING = LeafBuffers({}, frozenset())
 
 
-class ModuleBuffers:
-    """The buffers of one model."""
+class ModuleBuffers(StepParticipant):
+    """The buffers of one model. Those that a micro-batch has changed are combined over all virtual
+    workers before the commit."""
 
-    def __init__(self, model: nn.Module) -> None:
+    name = "buffers"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        virtual_workers: Callable[[int], int],
+        pass_point: Callable[[str, int], None],
+        gang: Gang | None = None,
+    ) -> None:
+        """`virtual_workers`: their number, by step."""
+        self._virtual_workers, self._pass_point, self._gang = virtual_workers, pass_point, gang
         self._own = _buffers_of(model)
-        self._committed = [own.home.clone() for own in self._own]
-        self._bits = [_bits_of(own.home) for own in self._own]
-        self._committed_bits = [_bits_of(committed) for committed in self._committed]
-        self._compared = [own.home.numel() <= _COMPARED_NUMEL for own in self._own]
-        self._versions = [own.tensor._version for own in self._own]
         self.attributes = ModuleAttributes(model)
         self._extra = extra_states(model)
         self._committed_extra = [extra.read() for extra in self._extra]
         self._leaves: dict[int, LeafBuffers] = {}  # by virtual worker
         # Whether what leaves left is read later; see `unread`.
         self._later = any(accelerator_of(own.home.device).asynchronous for own in self._own)
-        self._committed_on_host = self._read_committed()
+        self._changed: list[int] = []  # by some leaf of some member
+        self._values: dict[int, torch.Tensor] = {}  # of these, combined
 
-    def _read_committed(self) -> list[torch.Tensor]:
-        if not self._later:
-            return self._committed
-        return [committed.cpu().clone() for committed in self._committed]
+    # ------------------------------------------------------------------------ the participant
 
-    def begin(self) -> None:
+    def open(self, group: ProcessGroup) -> None:
+        self._records = RecordGather(group)
+
+    def begin(self, step: int) -> None:
         """Begins a step. On a device, takes the buffers as the loop body left them, to be read with
         those of the leaves: the body must not change them."""
+        self._step, self._changed, self._values = step, [], {}
         self.attributes.begin()
         if self._later:
             self._leaves[_BODY] = self._take()
@@ -102,21 +112,73 @@ class ModuleBuffers:
             changed = dict(leaf.values)
             for i in leaf.values:
                 changed[i] = value = next(values)
-                if i not in leaf.written and _same_bits(value, self._committed_on_host[i]):
+                if i not in leaf.written and _same_bits(value, self._own[i].on_host):
                     del changed[i]
             self._leaves[v] = LeafBuffers(changed, leaf.written)
         body = self._leaves.pop(_BODY, None)
         if body is not None and body.values:
             raise LoopError(changed_by_body(f"the buffer {self._own[min(body.values)].name!r}"))
 
-    def reload(self) -> None:
-        """Takes the present buffers, which a state transfer has written, as the committed ones."""
-        for own, committed in zip(self._own, self._committed, strict=True):
-            committed.copy_(own.home)
-        self._committed_on_host = self._read_committed()
+    def propose(self) -> bytes:
+        """Returns a byte per buffer: 1 if a leaf of this worker wrote to it."""
+        changed = {i for leaf in self._leaves.values() for i in leaf.values}
+        return bytes(i in changed for i in range(len(self._own))) if changed else b""
+
+    def agree(self, proposals: Sequence[bytes]) -> Verdict:
+        flags = either_of([p for p in proposals if p] or [b""])
+        self._changed = [i for i, flag in enumerate(flags) if flag]
+        return None
+
+    def prepare(self) -> None:
+        """Combines what was changed. Raises GroupError, and ModelError for values that must agree
+        and do not."""
+        if not self._changed:
+            return
+        if self._gang is not None:
+            raise ModelError(
+                f"a buffer of the model changed in step {self._step}, as those of batch "
+                "normalization do, and each process of a worker has its own: use layers without "
+                "such buffers, or processes_per_worker=1"
+            )
+        self._records.launch(self._payload())
+        self._pass_point("buffers", self._step)
+        copies: dict[int, dict[int, torch.Tensor]] = {i: {} for i in self._changed}
+        for payload in self._records.collect():
+            for v, contents in msgpack.unpackb(payload, strict_map_key=False).items():
+                for i, content in zip(self._changed, contents, strict=True):
+                    copies[i][v] = self._own[i].value_of(content)
+        total = self._virtual_workers(self._step)
+        self._values = {i: self._combined(i, some, total) for i, some in copies.items()}
+
+    def _payload(self) -> bytes:
+        """Returns this worker's values of everything that any leaf changed, by virtual worker."""
+        values = {
+            v: [_bytes_of(leaf.values.get(i, self._own[i].on_host)) for i in self._changed]
+            for v, leaf in self._leaves.items()
+        }
+        packed: bytes = msgpack.packb(values)
+        return packed
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        for i, value in self._values.items():
+            self._own[i].commit(value)
         self._leaves.clear()
-        self._versions = [own.tensor._version for own in self._own]
-        self._committed_extra = [extra.read() for extra in self._extra]
+
+    def undo(self, *, tried: bool = False) -> None:
+        """Restores the committed buffers and discards the step. `tried`: the trial micro-batch
+        before the first step just ran, which shows how large buffers are written."""
+        self._changed, self._values = [], {}
+        if tried:
+            self.attributes.tried()
+            self._committed_extra = [extra.read() for extra in self._extra]
+            for own in self._own:
+                own.is_compared = own.is_compared or (not self._is_written(own) and own.differs)
+        self._take()
+        self.attributes.undo()
+        self._leaves.clear()
+
+    # --------------------------------------------------------------------------------- leaves
 
     def after_leaf(self, virtual_worker: int, contributes: bool) -> None:
         """Saves and undoes what this leaf wrote. Raises ModelError for what it may not write."""
@@ -140,68 +202,18 @@ class ModuleBuffers:
         """Takes what leaves wrote in an earlier attempt of this step, in place of running them."""
         self._leaves |= leaves
 
-    def undo(self, *, tried: bool = False) -> None:
-        """Restores the committed buffers and discards the step. `tried`: the trial micro-batch
-        before the first step just ran, which shows how large buffers are written."""
-        if tried:
-            self.attributes.tried()
-            self._committed_extra = [extra.read() for extra in self._extra]
-            for i in range(len(self._own)):
-                self._compared[i] = self._compared[i] or (not self._written(i) and self._differs(i))
-        self._take()
-        self.attributes.undo()
+    # --------------------------------------------------------------------------- outside of steps
+
+    def reload(self) -> None:
+        """Takes the present buffers, which a state transfer has written, as the committed ones."""
+        for own in self._own:
+            own.reload()
         self._leaves.clear()
-
-    def changed(self) -> bytes:
-        """Returns a byte per buffer: 1 if a leaf of this worker wrote to it."""
-        flags = bytearray(len(self._own))
-        for leaf in self._leaves.values():
-            for i in leaf.values:
-                flags[i] = 1
-        return bytes(flags)
-
-    def payload(self, changed: Sequence[int]) -> bytes:
-        """Returns this worker's values of everything that any leaf changed, by virtual worker."""
-        committed = self._committed_on_host
-        values = {
-            v: [_bytes_of(leaf.values.get(i, committed[i])) for i in changed]
-            for v, leaf in self._leaves.items()
-        }
-        packed: bytes = msgpack.packb(values)
-        return packed
-
-    def combine(
-        self, payloads: Sequence[bytes], changed: Sequence[int], virtual_workers: int
-    ) -> dict[int, torch.Tensor]:
-        """Returns the new value of everything that was changed, from the payloads of all ranks.
-        Raises ModelError for values that must agree and do not."""
-        copies: dict[int, dict[int, torch.Tensor]] = {i: {} for i in changed}
-        for payload in payloads:
-            for v, contents in msgpack.unpackb(payload, strict_map_key=False).items():
-                for i, content in zip(changed, contents, strict=True):
-                    copies[i][v] = self._value(i, content)
-        return {i: self._combined(i, some, virtual_workers) for i, some in copies.items()}
-
-    def _value(self, i: int, content: bytes) -> torch.Tensor:
-        like = self._committed[i]
-        flat = torch.frombuffer(bytearray(content), dtype=like.dtype) if content else like.cpu()
-        return flat.view(like.shape)
-
-    @torch.no_grad()
-    def commit(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Makes these values the committed buffers."""
-        for i, value in values.items():
-            # Without waiting for a device, which gets a copy of the value first.
-            self._own[i].home.copy_(value, non_blocking=True)
-            self._committed[i].copy_(value, non_blocking=True)
-            if self._later:
-                self._committed_on_host[i].copy_(value)
-            self._versions[i] = self._own[i].tensor._version
-        self._leaves.clear()
+        self._committed_extra = [extra.read() for extra in self._extra]
 
     def committed(self) -> list[torch.Tensor]:
         """Returns copies of all buffers, as each leaf of this step has found them."""
-        return [committed.clone() for committed in self._committed]
+        return [own.committed.clone() for own in self._own]
 
     @contextmanager
     def replaced(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -217,8 +229,8 @@ class ModuleBuffers:
 
     def written_outside(self) -> str | None:
         """Returns what was written outside a step, a buffer or extra state, or None."""
-        for i, own in enumerate(self._own):
-            if own.replaced or self._written(i):
+        for own in self._own:
+            if own.replaced or self._is_written(own):
                 return f"the buffer {own.name!r}"
         return self._changed_extra()
 
@@ -231,20 +243,15 @@ class ModuleBuffers:
 
     @torch.no_grad()
     def _put(self, buffers: Sequence[torch.Tensor]) -> None:
-        for i, (own, value) in enumerate(zip(self._own, buffers, strict=True)):
+        for own, value in zip(self._own, buffers, strict=True):
+            own.committed.copy_(value)
             own.put_back()
-            own.home.copy_(value)
-            self._committed[i].copy_(value)
-            self._versions[i] = own.tensor._version
 
-    def _written(self, i: int) -> bool:
-        if self._own[i].tensor._version != self._versions[i]:
+    def _is_written(self, own: _Buffer) -> bool:
+        if own.tensor._version != own.version:
             return True
         # On a device the next step looks (`begin`), since the host would wait here.
-        return self._compared[i] and not self._later and self._differs(i)
-
-    def _differs(self, i: int) -> bool:
-        return not torch.equal(self._bits[i], self._committed_bits[i])
+        return own.is_compared and not self._later and own.differs
 
     @torch.no_grad()
     def _take(self) -> LeafBuffers:
@@ -253,14 +260,12 @@ class ModuleBuffers:
         written = set[int]()
         for i, own in enumerate(self._own):
             replaced = own.replaced
-            if replaced or self._written(i):
+            if replaced or self._is_written(own):
                 written.add(i)
-            elif not (self._later and self._compared[i]):
+            elif not (self._later and own.is_compared):
                 continue
             values[i] = _assigned_value(own) if replaced else own.home.clone()
             own.put_back()
-            own.home.copy_(self._committed[i])
-            self._versions[i] = own.tensor._version
         return LeafBuffers(values, frozenset(written), is_read=not self._later)
 
     def _combined(
@@ -324,15 +329,34 @@ def changed_by_body(what: str) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
 class _Buffer:
     """A buffer, and the modules that have it, with its key there, so that an assignment to it is
-    detected and undone. `home`: a view of its original memory."""
+    detected and undone. `home`: a view of its original memory. `committed`: its value as of the
+    last commit, and `on_host` the same on the host."""
 
-    name: str
-    slots: list[tuple[nn.Module, str]]
-    tensor: torch.Tensor
-    home: torch.Tensor
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.name, self.tensor, self.home = name, tensor, tensor.detach()
+        self.slots: list[tuple[nn.Module, str]] = []
+        self.committed = self.on_host = self.home.clone()
+        self._bits, self._committed_bits = _bits_of(self.home), _bits_of(self.committed)
+        self.is_compared = self.home.numel() <= _COMPARED_NUMEL  # bit by bit
+        self.reload()
+
+    def reload(self) -> None:
+        """The present value is the committed one."""
+        self.committed.copy_(self.home)
+        if accelerator_of(self.home.device).asynchronous:
+            self.on_host = self.committed.cpu().clone()
+        self.version = self.tensor._version
+
+    def commit(self, value: torch.Tensor) -> None:
+        """`value`, on the host, is the committed one."""
+        # Without waiting for a device, which gets a copy of the value first.
+        self.home.copy_(value, non_blocking=True)
+        self.committed.copy_(value, non_blocking=True)
+        if self.on_host is not self.committed:
+            self.on_host.copy_(value)
+        self.version = self.tensor._version
 
     @property
     def replaced(self) -> bool:
@@ -341,11 +365,25 @@ class _Buffer:
         is_moved = tensor.data_ptr() != self.home.data_ptr()
         return is_moved or any(module._buffers[key] is not tensor for module, key in self.slots)
 
+    @property
+    def differs(self) -> bool:
+        """Whether it has other bits than the committed value."""
+        return not torch.equal(self._bits, self._committed_bits)
+
     def put_back(self) -> None:
+        """Restores the committed value."""
         if self.tensor.data_ptr() != self.home.data_ptr():
             self.tensor.data = self.home
         for module, key in self.slots:
             module._buffers[key] = self.tensor
+        self.home.copy_(self.committed)
+        self.version = self.tensor._version
+
+    def value_of(self, content: bytes) -> torch.Tensor:
+        """Reverses `_bytes_of`."""
+        dtype = self.committed.dtype
+        flat = torch.frombuffer(bytearray(content), dtype=dtype) if content else self.on_host
+        return flat.view(self.committed.shape)
 
     @property
     def is_count(self) -> bool:
@@ -370,8 +408,9 @@ def _buffers_of(model: nn.Module) -> list[_Buffer]:
         for key, tensor in module._buffers.items():
             if tensor is not None:
                 name = f"{prefix}.{key}" if prefix else key
-                made = _Buffer(name, [], tensor, tensor.detach())
-                found.setdefault(id(tensor), made).slots.append((module, key))
+                if id(tensor) not in found:
+                    found[id(tensor)] = _Buffer(name, tensor)
+                found[id(tensor)].slots.append((module, key))
     return list(found.values())
 
 
@@ -393,39 +432,3 @@ def _assigned_value(own: _Buffer) -> torch.Tensor:
             "precision=, or assign it with .to(dtype)"
         )
     return torch.empty_like(tensor).copy_(present.detach())
-
-
-@dataclass(frozen=True)
-class ExtraState:
-    """The extra state of one module (`torch.nn.Module.get_extra_state`) as bytes, which can be
-    compared, sent and stored without knowing their meaning. `name` is its key in the model's
-    state_dict."""
-
-    name: str
-    module: nn.Module
-
-    def read(self) -> bytes:
-        """Returns the present extra state. Raises ModelError if it cannot be stored."""
-        try:
-            return to_bytes({"value": self.module.get_extra_state()})
-        except StateError as error:
-            at = "" if error.path == "value" else f" at {error.path.removeprefix('value.')}"
-            raise ModelError(
-                f"get_extra_state of model.{self.name.removesuffix(_EXTRA).rstrip('.')} "
-                f"returns{at} {error.reason}, which cannot be sent to a worker that joins. "
-                "Return tensors, numbers and containers of them"
-            ) from None
-
-    def write(self, content: bytes) -> None:
-        """Sets the extra state, unless the module already has it."""
-        if content != self.read():
-            self.module.set_extra_state(from_bytes(content)["value"])
-
-
-def extra_states(model: nn.Module) -> list[ExtraState]:
-    """Returns the modules of the model that have extra state, in the model's order."""
-    return [
-        ExtraState(f"{prefix}.{_EXTRA}" if prefix else _EXTRA, module)
-        for prefix, module in model.named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
-    ]

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from elastic_dp.checkpoint.codec import from_bytes, to_bytes
 from elastic_dp.checkpoint.layout import TensorSpec
 from elastic_dp.distributed.local_shards import is_sharded, local_of, part_of, whole_of
+from elastic_dp.errors import ModelError, StateError
 from elastic_dp.train.loop_guard.model_guard import ModelGuard
 from elastic_dp.train.master_weights import state_kind
-from elastic_dp.train.state.module_buffers import extra_states
 from elastic_dp.train.state.optimizer_state import OptimizerState, part_of_state
 from elastic_dp.train.state.state_payload import tensor_slot
 from elastic_dp.train.step.precision import LossScale
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from elastic_dp.distributed.process_group import ProcessGroup
     from elastic_dp.train.checkpointing.collective_read import Ranges, ReadCheckpoint
 
+_EXTRA = "_extra_state"  # the name that torch uses in a state_dict
 OWN = "elastic_dp."  # begins the keys of `state=` that an extension adds
 _LARGE_BYTES = 1 << 18  # below this a tensor's memory is not preallocated
 
@@ -376,3 +378,39 @@ def layout_of(
         **{f"{p} in the optimizer": f"group {n}" for n, names in enumerate(groups) for p in names},
         "the keys of state=": str(sorted(key for key in user if not key.startswith(OWN))),
     }
+
+
+@dataclass(frozen=True)
+class ExtraState:
+    """The extra state of one module (`torch.nn.Module.get_extra_state`) as bytes, which can be
+    compared, sent and stored without knowing their meaning. `name` is its key in the model's
+    state_dict."""
+
+    name: str
+    module: nn.Module
+
+    def read(self) -> bytes:
+        """Returns the present extra state. Raises ModelError if it cannot be stored."""
+        try:
+            return to_bytes({"value": self.module.get_extra_state()})
+        except StateError as error:
+            at = "" if error.path == "value" else f" at {error.path.removeprefix('value.')}"
+            raise ModelError(
+                f"get_extra_state of model.{self.name.removesuffix(_EXTRA).rstrip('.')} "
+                f"returns{at} {error.reason}, which cannot be sent to a worker that joins. "
+                "Return tensors, numbers and containers of them"
+            ) from None
+
+    def write(self, content: bytes) -> None:
+        """Sets the extra state, unless the module already has it."""
+        if content != self.read():
+            self.module.set_extra_state(from_bytes(content)["value"])
+
+
+def extra_states(model: nn.Module) -> list[ExtraState]:
+    """Returns the modules of the model that have extra state, in the model's order."""
+    return [
+        ExtraState(f"{prefix}.{_EXTRA}" if prefix else _EXTRA, module)
+        for prefix, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    ]

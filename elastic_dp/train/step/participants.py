@@ -30,11 +30,10 @@ import torch
 import xxhash
 
 from elastic_dp.coordinator.messages import ReplicaMismatch, WorkerId
-from elastic_dp.distributed.process_group import ProcessGroup, RecordGather
-from elastic_dp.errors import GroupError, LoopError, ModelError
+from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.errors import GroupError, LoopError
 from elastic_dp.train.gang import Gang
 from elastic_dp.train.generations.worker_control import WorkerControl
-from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.tensor_digests import digest_of
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.step.batch_source import RowSource
@@ -446,70 +445,6 @@ def _plain(value: Any) -> Any:
         plain = [_plain(item) for item in value]
         return ... if ... in plain else plain
     return ...
-
-
-class Buffers(StepParticipant):
-    """Buffers that a micro-batch changed: each is combined over all virtual workers."""
-
-    name = "buffers"
-
-    def __init__(
-        self,
-        buffers: ModuleBuffers,
-        virtual_workers: Callable[[int], int],
-        pass_point: Callable[[str, int], None],
-        gang: Gang | None = None,
-    ) -> None:
-        self._buffers, self._virtual_workers = buffers, virtual_workers
-        self._pass_point, self._gang = pass_point, gang
-        self._step = 0
-        self._values: RecordGather | None = None
-        self._changed: list[int] = []
-        self._combined: Mapping[int, torch.Tensor] = {}
-
-    def open(self, group: ProcessGroup) -> None:
-        self._values = RecordGather(group)
-
-    def begin(self, step: int) -> None:
-        self._step, self._changed, self._combined = step, [], {}
-        self._buffers.begin()
-
-    def unread(self) -> list[torch.Tensor]:
-        return self._buffers.unread()
-
-    def take(self, read: Sequence[torch.Tensor]) -> None:
-        self._buffers.take(read)
-
-    def propose(self) -> bytes:
-        flags = self._buffers.changed()
-        return flags if any(flags) else b""
-
-    def agree(self, proposals: Sequence[bytes]) -> Verdict:
-        flags = either_of([p for p in proposals if p] or [b""])
-        self._changed = [i for i, flag in enumerate(flags) if flag]
-        return None
-
-    def prepare(self) -> None:
-        if not self._changed:
-            return
-        if self._gang is not None:
-            raise ModelError(
-                f"a buffer of the model changed in step {self._step}, as those of batch "
-                "normalization do, and each process of a worker has its own: use layers without "
-                "such buffers, or processes_per_worker=1"
-            )
-        assert self._values is not None
-        self._values.launch(self._buffers.payload(self._changed))
-        self._pass_point("buffers", self._step)
-        values, virtual_workers = self._values.collect(), self._virtual_workers(self._step)
-        self._combined = self._buffers.combine(values, self._changed, virtual_workers)
-
-    def commit(self) -> None:
-        self._buffers.commit(self._combined)
-
-    def undo(self) -> None:
-        self._changed, self._combined = [], {}
-        self._buffers.undo()
 
 
 def either_of(rows: Sequence[bytes]) -> bytes:

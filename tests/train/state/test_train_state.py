@@ -27,8 +27,7 @@ from elastic_dp.config import CheckpointConfig
 from elastic_dp.errors import LoopError, ModelError
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.state import held_values
-from elastic_dp.train.state.module_buffers import extra_states
-from elastic_dp.train.state.train_state import TrainState
+from elastic_dp.train.state.train_state import TrainState, extra_states
 from tests.runs import group, local, resize, spec_of
 from tests.train import optimizers as zoo
 from tests.train.jobs import adamw, classifier, cross_entropy, hold, loop

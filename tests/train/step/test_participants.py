@@ -112,7 +112,7 @@ def groups(lr):
 
 def buffers(value):
     model = nn.BatchNorm1d(2)
-    made = p.Buffers(ModuleBuffers(model), lambda step: 2, lambda point, step: None)
+    made = ModuleBuffers(model, lambda step: 2, lambda point, step: None)
     made.model = model
     made.writes = value
     return made
@@ -120,9 +120,9 @@ def buffers(value):
 
 def write(participant):
     """A micro-batch of virtual worker 0 changes a buffer."""
-    if isinstance(participant, p.Buffers):
+    if isinstance(participant, ModuleBuffers):
         participant.model.running_mean.fill_(participant.writes)
-        participant._buffers.after_leaf(0, contributes=True)
+        participant.after_leaf(0, contributes=True)
 
 
 PARTICIPANTS = {
@@ -156,7 +156,7 @@ def members(name):
 def seen(participant):
     """What a step leaves in a participant, as plain values."""
     plain = (bool, int, float, str, bytes, tuple, list, dict, frozenset, type(None))
-    kept = ("_step", "_optimizers", "_parameters", "agreed")  # of the step before
+    kept = ("_step", "_optimizers", "_parameters", "_own", "agreed")  # of the step before
     found = {k: v for k, v in vars(participant).items() if isinstance(v, plain) and k not in kept}
     model = getattr(participant, "model", None)
     return found, None if model is None else model.running_mean.tolist()
@@ -204,7 +204,7 @@ def test_names_are_unique_in_a_step():
     of_a_plain_step = {
         kind
         for kind in p.StepParticipant.__subclasses__()
-        if kind.__module__.startswith("elastic_dp.train.step.")
+        if kind.__module__.startswith(("elastic_dp.train.step.", "elastic_dp.train.state."))
     }
     assert kinds == of_a_plain_step
 
