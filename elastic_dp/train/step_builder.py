@@ -33,7 +33,7 @@ from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.train_state import OptimizerHolders, StatePart, TrainState
 from elastic_dp.train.step.batch_source import BatchSource, RowSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
-from elastic_dp.train.step.leaf_runner import Leaf, LeafRunner, OnePass, WorkShares
+from elastic_dp.train.step.leaf_runner import Leaf, LeafRunner, WorkShares
 from elastic_dp.train.step.micro_batch import MicroBatchRunner
 from elastic_dp.train.step.participants import (
     BadRowGroups,
@@ -82,7 +82,7 @@ class StepBuilder:
         self.micro_batches_of: Callable[[int], int] = lambda step: 1  # of a virtual worker
         self.new_micro_batches: Callable[..., MicroBatchRunner] = MicroBatchRunner
         self.new_exchange: Callable[..., GradientExchange] = GradientExchange
-        self.new_leaf: Callable[[], Leaf] = lambda: OnePass(self.micro_batches, self.rows)
+        self.new_leaf: Callable[[], Leaf] = lambda: Leaf(self.micro_batches, self.rows)
         self.new_gradient: Callable[..., StepGradient] = StepGradient
         self.kind_of: Callable[[str], str] = lambda own: own  # by the kind of this machine
         self.new_participants: list[Callable[[], StepParticipant]] = []

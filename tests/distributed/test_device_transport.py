@@ -252,7 +252,7 @@ def test_no_lock_is_held_while_an_abort_hangs(hanging):
     group, communicator = hanging
     control = WorkerControl()
     control._generation, control._inside = 1, True
-    control.abort_at_end(group)
+    control.at_end(group.abort)
     control.abort(1)
     assert communicator.aborting.wait(PATIENCE_S)
     assert communicator.thread is not threading.current_thread()

@@ -29,7 +29,7 @@ from elastic_dp.extensions.diloco.inner_moments import InnerMoments
 from elastic_dp.sampling.seeds import inner_seed
 from elastic_dp.sampling.step_schedule import StepSchedule
 from elastic_dp.train.step.batch_source import RowSource
-from elastic_dp.train.step.leaf_runner import Turn
+from elastic_dp.train.step.leaf_runner import Leaf, Turn
 from elastic_dp.train.step.loss_result import mean, mean_metrics
 from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner, not_finite_loss
 from elastic_dp.train.step_builder import StepBuilder
@@ -101,6 +101,8 @@ class InnerRows:
 
     def __init__(self, each: RowSource, inner_steps: StepSchedule) -> None:
         self._each, self._inner_steps = each, inner_steps
+        self.epoch_of, self.ends_epoch = each.epoch_of, each.ends_epoch
+        self.check_bad, self.mark_bad = each.check_bad, each.mark_bad
 
     def keys(self, step: int, virtual_worker: int) -> range:
         """Returns the numbers of its micro-batches, in the order of its inner steps."""
@@ -119,12 +121,6 @@ class InnerRows:
         v, number = divmod(key, self._inner_steps.at(step))
         return f"virtual worker {v}, inner step {number + 1}"
 
-    def epoch_of(self, step: int) -> int:
-        return self._each.epoch_of(step)
-
-    def ends_epoch(self, step: int) -> bool:
-        return self._each.ends_epoch(step)
-
     def rows(self, step: int, virtual_worker: int) -> int:
         return sum(self._each.rows(step, key) for key in self.keys(step, virtual_worker))
 
@@ -139,12 +135,6 @@ class InnerRows:
     def bad_row_groups(self, step: int, virtual_worker: int) -> frozenset[int]:
         each = (self._each.bad_row_groups(step, key) for key in self.keys(step, virtual_worker))
         return frozenset[int]().union(*each)
-
-    def check_bad(self, row_groups: Iterable[int]) -> None:
-        self._each.check_bad(row_groups)
-
-    def mark_bad(self, row_groups: Iterable[int]) -> None:
-        self._each.mark_bad(row_groups)
 
 
 class InnerMicroBatches(MicroBatchRunner):
@@ -190,18 +180,19 @@ class InnerStepsResult(MicroBatchResult):
         self.unread = {}
 
 
-class InnerSteps:
-    """Makes the inner steps of one model. Implements `Leaf`."""
+class InnerSteps(Leaf):
+    """Makes the inner steps of one model."""
 
     makes = "pseudo-gradient"
+    rows: InnerRows
 
     def __init__(self, build: StepBuilder, rows: InnerRows) -> None:
+        super().__init__(build.micro_batches, rows)
         given = build.given
         assert given.inner_optimizer is not None
-        self.model, self.outer, self.rows = given.model, given.optimizer, rows
+        self.model, self.outer = given.model, given.optimizer
         self.make_optimizer, self.clip_norm = given.inner_optimizer, given.inner_clip_norm
-        self.micro_batches, self.gradients = build.micro_batches, build.gradients
-        self.speed, self.seed = build.speed, build.spec.data.seed
+        self.gradients, self.speed, self.seed = build.gradients, build.speed, build.spec.data.seed
 
     def run(self, turn: Turn) -> None:
         """Runs a leaf to its end, also where the group is lost: the next generation needs it."""

@@ -160,7 +160,7 @@ class GenerationGroups:
         if prepared is not None:
             command = prepared.command
             if (command.generation, command.number) == (membership.generation, membership.prepared):
-                self._control.abort_at_end(prepared.formation)
+                self._control.at_end(prepared.formation.abort)
                 return prepared.formation
             prepared.formation.abandon()
         name = GroupName.main(membership.generation, membership.prepared, self._process)
@@ -169,7 +169,7 @@ class GenerationGroups:
     def _started(self, name: GroupName, rank: int, world_size: int) -> GroupFormation:
         assert self.membership is not None
         formation = self._formation(name, rank, world_size, self.membership.forming_timeout_s)
-        self._control.abort_at_end(formation)
+        self._control.at_end(formation.abort)
         return formation.start()
 
     def _formation(

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from elastic_dp.coordinator.messages import Membership, WorkerId
 from elastic_dp.errors import GroupAborted
@@ -23,20 +22,6 @@ from elastic_dp.errors import GroupAborted
 class Released(BaseException):
     """Ends the user's train function in a worker that is released. It is not an Exception, so user
     code does not catch it."""
-
-
-class Abortable(Protocol):
-    def abort(self) -> None: ...
-
-
-class EndSignal:
-    """Set when the generation ends."""
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-
-    def abort(self) -> None:
-        self.event.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +73,7 @@ class WorkerControl:
     checkpoint_late: bool = False
     # The signal that the user's own process received: the loop ends at its head.
     interrupted: int = 0
-    _abortables: list[Abortable] = field(default_factory=list)
+    _at_end: list[Callable[[], None]] = field(default_factory=list)
 
     def form(self, membership: Membership) -> None:
         with self._changed:
@@ -144,8 +129,8 @@ class WorkerControl:
     def _end(self, generation: int) -> None:
         self._ended = max(self._ended, generation)
         if self._inside and self._generation <= self._ended:
-            for abortable in self._abortables:
-                abortable.abort()
+            for call in self._at_end:
+                call()
 
     # ------------------------------------------------------------------- training thread
 
@@ -211,7 +196,7 @@ class WorkerControl:
 
     def _enter(self, membership: Membership) -> None:
         self._generation, self._inside = membership.generation, True
-        self._abortables = []
+        self._at_end = []
 
     def wait_for_release(self, timeout_s: float) -> None:
         """Waits for the release, up to `timeout_s`. Raises Released."""
@@ -219,21 +204,21 @@ class WorkerControl:
             if self._changed.wait_for(lambda: self._release is not None, timeout_s):
                 raise Released(self._release)
 
-    def abort_at_end(self, abortable: Abortable) -> None:
-        """Aborts `abortable`, too, when the present generation ends."""
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Calls this when the present generation ends, on any thread."""
         with self._changed:
-            self._abortables.append(abortable)
+            self._at_end.append(call)
             if self._ended >= self._generation:
-                abortable.abort()
+                call()
 
     def wait_until_ended(self) -> bool:
         """Waits until the present generation ends, when this worker has nothing left to do in it.
         Returns False if no controller is expected any more."""
-        ended = EndSignal()
-        self.abort_at_end(ended)
+        ended = threading.Event()
+        self.at_end(ended.set)
         self.idle = True
         orphaned = False
-        while not orphaned and not ended.event.wait(self.orphaned_in_s()):
+        while not orphaned and not ended.wait(self.orphaned_in_s()):
             orphaned = self.orphaned_in_s() <= 0
         self.idle = False
         return not orphaned
@@ -273,7 +258,7 @@ class WorkerControl:
             self._ended = max(self._ended, self._generation)
             if self._asked <= self._generation:
                 self._asked = 0
-            self._abortables = []
+            self._at_end = []
             return self._generation
 
     def _over(self) -> str | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -66,28 +66,6 @@ class WorkShares:
         return [(ranges[rank],) if rank in ranges else () for rank in ranks]
 
 
-class Leaf(Protocol):
-    """How a virtual worker makes its gradient in a step."""
-
-    @property
-    def micro_batches(self) -> MicroBatchRunner:
-        """Runs its micro-batches."""
-
-    @property
-    def makes(self) -> str:
-        """What it makes, for messages."""
-
-    def run(self, turn: Turn) -> None:
-        """Runs a virtual worker, which may have no rows, and adds its gradient by `LeafRunner.add`
-        or `add_given`. Raises GroupError if the group was lost meanwhile."""
-
-    def first_batch(self, virtual_worker: int) -> int:
-        """Returns the number of its first micro-batch in step 1."""
-
-    def try_out(self, virtual_worker: int, batch: Any) -> MicroBatchResult | None:
-        """Runs on this micro-batch before the first step, into `p.grad`; None: no gradient."""
-
-
 @dataclass(frozen=True, slots=True)
 class Turn:
     """The turn of one virtual worker in a step."""
@@ -101,19 +79,23 @@ class Turn:
 
 
 @dataclass
-class OnePass:
-    """One forward and one backward pass. `refuses_none`: raises the error for a virtual worker
-    without a loss to run backward from, where there must be one. Implements `Leaf`."""
+class Leaf:
+    """How a virtual worker makes its gradient in a step: here, by one forward and one backward
+    pass. `refuses_none`: raises the error for a virtual worker without a loss to run backward from,
+    where there must be one."""
+
+    makes = "gradient"  # for messages
 
     micro_batches: MicroBatchRunner
-    data: RowSource
+    rows: RowSource
     refuses_none: Callable[[int, int], None] = lambda step, virtual_worker: None
-    makes: str = "gradient"
 
     def run(self, turn: Turn) -> None:
+        """Runs a virtual worker, which may have no rows, and adds its gradient by `LeafRunner.add`
+        or `add_given`. Raises GroupError if the group was lost meanwhile."""
         runner, step, v = turn.runner, turn.step, turn.virtual_worker
         points, loss, result = runner.points, None, None
-        if self.data.rows(step, v) > 0:
+        if self.rows.rows(step, v) > 0:
             if points is not None:
                 points("before_forward", step)
             batch = self.micro_batches.batch(step, v)
@@ -132,10 +114,12 @@ class OnePass:
         runner.add(turn, result, contributes=loss is not None)
 
     def first_batch(self, virtual_worker: int) -> int:
+        """Returns the number of its first micro-batch in step 1."""
         return virtual_worker
 
     def try_out(self, virtual_worker: int, batch: Any) -> MicroBatchResult | None:
-        expected = float(self.data.rows(1, virtual_worker))
+        """Runs on this micro-batch before the first step, into `p.grad`; None: no gradient."""
+        expected = float(self.rows.rows(1, virtual_worker))
         with self.micro_batches.trial():
             loss, result = self.micro_batches.forward(batch, 1, virtual_worker, expected)
         if loss is None:
