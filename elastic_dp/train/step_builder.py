@@ -36,7 +36,6 @@ from elastic_dp.train.step.compute_speed import ComputeSpeed
 from elastic_dp.train.step.leaf_runner import Leaf, LeafRunner, WorkShares
 from elastic_dp.train.step.micro_batch import MicroBatchRunner
 from elastic_dp.train.step.participants import (
-    BadRowGroups,
     DeviceConnections,
     ParameterGroups,
     Results,
@@ -195,7 +194,6 @@ class StepBuilder:
             self.joining,
             self.weights,
             *([DeviceConnections()] if accelerator_of(self.device).asynchronous else ()),
-            BadRowGroups(state, self.rows, results),
             buffers,
             self.gradient,
             *(make() for make in self.new_participants),

@@ -146,7 +146,8 @@ def agree_all(
 
 
 class Results(StepParticipant):
-    """The loss, weight and metrics of each virtual worker."""
+    """What the micro-batches of this member have given: loss, weight and metrics of each virtual
+    worker, and row groups that could not be decoded. No later step reads those."""
 
     name = "results"
 
@@ -155,9 +156,11 @@ class Results(StepParticipant):
         self._step = 0
         self.own: Mapping[int, MicroBatchResult] = {}  # of this member's virtual workers
         self.of_all: dict[int, MicroBatchResult] = {}  # from `prepare` on, those that count
+        self._bad: frozenset[int] = frozenset()  # row groups that some member has found
 
     def begin(self, step: int) -> None:
-        self._step, self.own, self.of_all = step, {}, {}
+        self._step = step
+        self.undo()
 
     def unread(self) -> list[torch.Tensor]:
         return [value for result in self.own.values() for value in result.unread.values()]
@@ -168,28 +171,38 @@ class Results(StepParticipant):
     def propose(self) -> bytes:
         number = self._gang.micro_batch if self._gang is not None else int
         rows = [(number(v), x.loss, x.weight, x.metrics) for v, x in self.own.items()]
-        return msgpack.packb(rows, unicode_errors="surrogatepass")
+        found = [self._data.bad_row_groups(self._step, v) for v in self.own]
+        new = sorted(frozenset[int]().union(*found) - self._state.bad_row_groups)
+        return msgpack.packb([rows, new], unicode_errors="surrogatepass")
 
     def agree(self, proposals: Sequence[bytes]) -> Verdict:
-        rows = [msgpack.unpackb(p, unicode_errors="surrogatepass") for p in proposals if p]
+        told = [msgpack.unpackb(p, unicode_errors="surrogatepass") for p in proposals if p]
         # Processes of one worker may give the same micro-batch. That of the first one counts.
         self.of_all = {
             v: MicroBatchResult(loss, weight, metrics)
-            for own in reversed(rows)
-            for v, loss, weight, metrics in own
+            for rows, _ in reversed(told)
+            for v, loss, weight, metrics in rows
         }
+        self._bad = frozenset(n for _, new in told for n in new)
         return None
 
     def prepare(self) -> None:
-        """Keeps those with a weight, in the order of virtual workers. Raises LossError."""
+        """Keeps those with a weight, in the order of virtual workers. Raises LossError, and
+        DataError if too much cannot be decoded."""
         of_all, step, describe = sorted(self.of_all.items()), self._step, self._data.describe
         for v, one in of_all:
             if one.weight and not math.isfinite(one.loss) and self._state.loss_scale is None:
                 raise not_finite_loss(one.loss, step, f"virtual worker {v}", describe(step, v))
         self.of_all = {v: one for v, one in of_all if one.weight}
+        if self._bad:
+            self._data.check_bad(self._state.bad_row_groups | self._bad)
+
+    def commit(self) -> None:
+        self._state.bad_row_groups |= self._bad
+        self._data.mark_bad(self._bad)
 
     def undo(self) -> None:
-        self.own, self.of_all = {}, {}
+        self.own, self.of_all, self._bad = {}, {}, frozenset()
 
 
 class Wishes(StepParticipant):
@@ -229,42 +242,6 @@ class Wishes(StepParticipant):
 
     def undo(self) -> None:
         self._wants_checkpoint = self.late = False
-
-
-class BadRowGroups(StepParticipant):
-    """Row groups that a member could not decode. No later step reads them."""
-
-    name = "bad_row_groups"
-
-    def __init__(self, state: TrainState, data: RowSource, results: Results) -> None:
-        self._state, self._data, self._results = state, data, results
-        self._step = 0
-        self._found: frozenset[int] = frozenset()
-
-    def begin(self, step: int) -> None:
-        self._step, self._found = step, frozenset()
-
-    def propose(self) -> bytes:
-        bad = frozenset[int]().union(
-            *[self._data.bad_row_groups(self._step, v) for v in self._results.own]
-        )
-        new = sorted(bad - self._state.bad_row_groups)
-        return msgpack.packb(new) if new else b""
-
-    def agree(self, proposals: Sequence[bytes]) -> Verdict:
-        self._found = frozenset(n for p in proposals if p for n in msgpack.unpackb(p))
-        return None
-
-    def prepare(self) -> None:
-        if self._found:
-            self._data.check_bad(self._state.bad_row_groups | self._found)
-
-    def commit(self) -> None:
-        self._state.bad_row_groups |= self._found
-        self._data.mark_bad(self._found)
-
-    def undo(self) -> None:
-        self._found = frozenset()
 
 
 class WeightComparison(StepParticipant):

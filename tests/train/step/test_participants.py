@@ -71,12 +71,9 @@ class Rows:
         return str(v)
 
 
-def state():
-    return SimpleNamespace(bad_row_groups=set())
-
-
-def results_of(*numbers):
-    made = p.Results(SimpleNamespace(loss_scale=None), Rows())
+def results_of(*numbers, bad=()):
+    state = SimpleNamespace(loss_scale=None, bad_row_groups={*bad})
+    made = p.Results(state, Rows())
     made.begin(STEP)
     made.own = {v: MicroBatchResult(0.5 * v, 2.0, {"m": 1.0 + v}) for v in numbers}
     return made
@@ -131,7 +128,6 @@ PARTICIPANTS = {
     "no_wish": lambda i: p.Wishes(control()),
     "checkpoint": lambda i: p.Wishes(control(checkpoint_wanted=bool(i))),
     "late_checkpoint": lambda i: p.Wishes(control(checkpoint_wanted=True, checkpoint_late=bool(i))),
-    "bad_row_groups": lambda i: p.BadRowGroups(state(), Rows(), results_of(i, 2)),
     "weights": lambda i: weights(1.0),
     "gradients": lambda i: flags(False, bytes([i, 1 - i, 0])),
     "late_gradients": lambda i: flags(bool(i), b"\1"),
@@ -148,7 +144,7 @@ def members(name):
         one.open(Group())
         one.begin(STEP)
         write(one)
-    if name in ("results", "bad_row_groups"):  # `begin` forgets the results of the step before
+    if name == "results":  # `begin` forgets the results of the step before
         made = [PARTICIPANTS[name](i) for i in (0, 1)]
     return made
 
@@ -249,16 +245,15 @@ def test_checkpoint_waits_for_a_member_that_still_writes():
 
 
 def test_bad_row_groups_are_skipped_from_the_commit_on():
-    first, second = members("bad_row_groups")
+    first, second = members("results")
     entries = [first.propose(), second.propose()]
     first.agree(entries)
     first.prepare()
     assert not first._state.bad_row_groups
     first.commit()
     assert first._state.bad_row_groups == {0, 1} == {*first._data.bad}
-    again = p.BadRowGroups(first._state, Rows(), results_of(0))
-    again.begin(STEP)
-    assert again.propose() == b""
+    _, new = p.msgpack.unpackb(results_of(0, 1, bad={0}).propose())
+    assert new == [1]
 
 
 def test_weights_that_differ_end_the_generation():
