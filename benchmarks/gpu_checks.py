@@ -192,7 +192,7 @@ def optimizers(
 
 def see_connected(ctx: Any, step: int) -> None:
     """Wait in the first body until the devices are connected, and see later that this is used."""
-    transport = ctx._session._groups.main.on_device
+    transport = ctx._session.groups.main.on_device
     until = time.monotonic() + CONNECTING_S
     while step == 1 and not transport.connected and time.monotonic() < until:
         time.sleep(0.02)
@@ -203,7 +203,7 @@ def see_connected(ctx: Any, step: int) -> None:
 def note_body(ctx: Any) -> None:
     """Write when the body began, and in which generation; see `pause`. In a group that is whole,
     wait until its devices are connected. After the last kill, end the run."""
-    kills, transport = ctx.config["kills"], ctx._session._groups.main.on_device
+    kills, transport = ctx.config["kills"], ctx._session.groups.main.on_device
     with open(Path(kills[0]).parent / f"bodies-{os.getpid()}", "a") as file:
         file.write(f"{time.time_ns()} {ctx.generation}\n")
     until = time.monotonic() + CONNECTING_S

@@ -360,7 +360,7 @@ class ElasticTrainer:
             name=self.spec.name,
             path=self.url,
             step=session.position.step,
-            reason=session.ended or "",
+            reason=session.progress.ended or "",
             weights_sha256=run.digest,
             exact=self.spec.exact and not because,
             inexact_because=because,

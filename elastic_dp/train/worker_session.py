@@ -66,7 +66,6 @@ from elastic_dp.train.phase_reporter import PhaseReporter
 from elastic_dp.train.state.state_payload import StatePayload
 from elastic_dp.train.state.train_state import StepRecord, TrainState
 from elastic_dp.train.step.batch_source import BatchSource
-from elastic_dp.train.step.micro_batch import MicroBatchRunner
 from elastic_dp.train.step.participants import RetryStep, StopAgreed, WeightComparison
 from elastic_dp.train.step.transaction import Transaction
 from elastic_dp.train.step.trial_run import TrialRun
@@ -130,43 +129,39 @@ class WorkerSession:
         self.loop = UserLoop()
         self.progress = WorkerProgress()
         self._said_skipped = set[int]()  # row groups
-        self._groups = GenerationGroups(
+        self.groups = GenerationGroups(
             self.worker,
             self.device,
             self.control,
             self.rendezvous,
             connects=self.connects_devices,
         )
-        self.reporter = PhaseReporter(self.status, self.faults, self._groups, self.progress)
+        self.reporter = PhaseReporter(self.status, self.faults, self.groups, self.progress)
+        self.report, self.pass_point = self.reporter.report, self.reporter.pass_point
         self._opened_checkpoints: WorkerCheckpointer | FollowerCheckpoints | None = None
 
     # ------------------------------------------------------------------------ facts for the user
 
     @property
     def membership(self) -> Membership | None:
-        return self._groups.membership
+        return self.groups.membership
 
     @property
     def rank(self) -> int:
         """The rank among the workers that run micro-batches."""
-        return self._groups.rank_that_trains
+        return self.groups.rank_that_trains
 
     @property
     def world_size(self) -> int:
-        return self._groups.world_size_that_trains
+        return self.groups.world_size_that_trains
 
     @property
     def generation(self) -> int:
-        return self._groups.generation
+        return self.groups.generation
 
     @property
     def position(self) -> TrainingPosition:
         return self.progress.position
-
-    @property
-    def ended(self) -> str | None:
-        """Why the run has ended, or None."""
-        return self.progress.ended
 
     @property
     def total_steps(self) -> int:
@@ -199,21 +194,10 @@ class WorkerSession:
     def _joining(self) -> GradualJoin:
         return self._parts.joining
 
-    @property
-    def micro_batches(self) -> MicroBatchRunner:
-        return self._parts.micro_batches
-
-    def report(self, phase: str) -> None:
-        self.reporter.report(phase)
-
     def report_evaluations(self, *, ended: bool) -> None:
         """Reports how often this worker has called ctx.evaluate in this body, or after the loop."""
         body = 2 * self.position.step + self.loop.exhausted
         self.status.write_evaluations(body, self.progress.evaluations_begun, ended=ended)
-
-    def pass_point(self, name: str, step: int | None = None) -> None:
-        """Passes a named point at which a test may have planned a fault."""
-        self.reporter.pass_point(name, step)
 
     def reported(self, asked: int) -> WorkerReported:
         """Returns the report for a controller that takes over. The control thread calls it."""
@@ -232,7 +216,7 @@ class WorkerSession:
     def prepare(self, command: PrepareGroup) -> None:
         """Starts to connect for a generation to come. The control thread calls it."""
         if self.loop.opened:
-            self._groups.prepare(command)
+            self.groups.prepare(command)
 
     # ------------------------------------------------------------------------------------- life
 
@@ -263,7 +247,7 @@ class WorkerSession:
         )
         self._parts = build
         build.make_parts()
-        self._groups.has_large_buffers = self.transaction.gradient.exchange.is_large
+        self.groups.has_large_buffers = self.transaction.gradient.exchange.is_large
         self.faults.watch(list(self.state.parameters.values()))
         self._transfer = StateTransfer(self)
         kind = build.kind_of(machine_kind(self.device, self.spec.exact))
@@ -297,7 +281,7 @@ class WorkerSession:
             if self.is_source:
                 trial.probe(self.inexact_because, self.link.say)
             else:
-                self._groups.load_kernels()
+                self.groups.load_kernels()
                 trial.warm_up()
                 self.state.preallocate()  # behind the trial, whose gradients are free now
         finally:
@@ -323,7 +307,7 @@ class WorkerSession:
                     self.leave(error)
                 continue
             if self.position.ended:
-                if self.ended == INTERRUPTED_REASON and self.checkpoints is not None:
+                if self.progress.ended == INTERRUPTED_REASON and self.checkpoints is not None:
                     self.checkpoints.raise_when_late()
                 self._checkpoint_if_requested()
                 self.loop.exhausted = True
@@ -335,8 +319,8 @@ class WorkerSession:
                 self.leave(reason)
                 continue
             try:
-                if self._groups.on_device is not None:
-                    self._groups.on_device.check_connection()
+                if self.groups.on_device is not None:
+                    self.groups.on_device.check_connection()
                 outcome = self.transaction.attempt(self.position.step + 1)
             except GroupError as error:
                 self.leave(error)
@@ -370,7 +354,7 @@ class WorkerSession:
             self.link.skipped(self.skipped)
             because = why_inexact(self.inexact_because, self.state.kinds)
             where = self.worker, self.generation, self.position
-            why = self.ended or ""
+            why = self.progress.ended or ""
             self.link.post(WorkerFinished(*where, digest, because, why, self.progress.lineage_id))
             if not self.control.wait_until_ended():
                 self.leave(ORPHANED)
@@ -380,7 +364,7 @@ class WorkerSession:
     def ensure_generation(self) -> StepRecord | None:
         """Enters a generation, if outside, and gets its state. Returns the record of a step if the
         transfer brought one that this worker had not committed."""
-        while self._groups.main is None:
+        while self.groups.main is None:
             self.report("wait")
             call = self.control.wait()
             if isinstance(call, Orphaned):
@@ -416,7 +400,7 @@ class WorkerSession:
         self._joining.close(membership.lineage_id, self.position.step)
         self.state.holders.close()
         generation = self.control.leave()
-        self._groups.leave()
+        self.groups.leave()
         self._post_stopped(
             generation,
             str(reason),
@@ -425,19 +409,15 @@ class WorkerSession:
         )
 
     def leave_if_ended(self) -> None:
-        if self._groups.main is not None:
+        if self.groups.main is not None:
             try:
                 self.control.may_continue()
             except GroupError as error:
                 self.leave(error)
 
-    def auxiliary_group(self) -> ProcessGroup:
-        """Returns a second group of the same members, for evaluations; formed on first use."""
-        return self._groups.auxiliary()
-
     def _enter(self, membership: Membership) -> None:
         """Forms the groups of a generation, gets its state, and begins. Raises GroupError."""
-        self._groups.enter(membership)
+        self.groups.enter(membership)
         self.report("form")
         self.pass_point("forming")
         members = membership.members
@@ -447,11 +427,11 @@ class WorkerSession:
             # rows of virtual workers that come here, meanwhile
             source = members[plan.source]
             self._read_ahead(membership, source.position.step + 1)
-        self._groups.start()
+        self.groups.start()
         receives = plan.restores or membership.rank(self.worker) in plan.receivers
         sends = plan.receivers and not receives
         payload = self._transfer.payload() if sends else None  # meanwhile
-        self._groups.formed()
+        self.groups.formed()
         if receives:
             # and its memory, before there is more to hold
             self.transaction.gradient.forget_finished()
@@ -460,9 +440,9 @@ class WorkerSession:
         copied_at = time.time()
         if plan.restores:
             self._read_ahead(membership, self.position.step + 1)
-        assert self._groups.main is not None
+        assert self.groups.main is not None
         taken += self._get_pieces(membership)
-        self._open_transaction(self._groups.main, membership)
+        self._open_transaction(self.groups.main, membership)
         self.timings.append(GenerationTiming(membership.generation, formed_at, copied_at, taken))
         self.report("compute")
 
@@ -470,7 +450,7 @@ class WorkerSession:
         self, membership: Membership, plan: TransferPlan, payload: StatePayload | None
     ) -> int:
         """Restores, sends or receives the state, or neither. Returns the bytes received."""
-        main = self._groups.main
+        main = self.groups.main
         assert main is not None
         if plan.restores:
             self._transfer.restore(main, membership, self.checkpoints)
@@ -500,13 +480,13 @@ class WorkerSession:
     def _join_gradually(self, membership: Membership, ranks: frozenset[int]) -> None:
         """Lets these ranks take the state over while the others train; none: all have it."""
         self.transaction.leaves.shares.joining = ranks
-        self._groups.join_gradually(ranks)
+        self.groups.join_gradually(ranks)
         members = enumerate(membership.members)
         self.weights.members = tuple(m.worker for rank, m in members if rank not in ranks)
 
     def _complete_join(self) -> None:
         """Gives those who join what does not travel in parts. Raises GroupError."""
-        main, membership = self._groups.main, self.membership
+        main, membership = self.groups.main, self.membership
         assert main is not None and membership is not None
         self._joining.finish()
         plan = plan_state_transfer(membership)
@@ -526,7 +506,7 @@ class WorkerSession:
 
     def _get_pieces(self, membership: Membership) -> int:
         """Receives its pieces of a divided optimizer state. Returns the bytes received."""
-        holders, main = self.state.holders, self._groups.main
+        holders, main = self.state.holders, self.groups.main
         if not holders.is_divided:
             return 0
         assert main is not None
@@ -540,7 +520,7 @@ class WorkerSession:
 
     def _read_ahead(self, membership: Membership, next_step: int) -> None:
         leaves = self.transaction.leaves
-        mine = leaves.shares.of_rank(membership, self._groups.rank, next_step)
+        mine = leaves.shares.of_rank(membership, self.groups.rank, next_step)
         leaves.data.read_ahead(next_step, mine)
 
     def _post_stopped(
@@ -577,7 +557,7 @@ class WorkerSession:
         if new:  # the whole list follows at the end
             names = ", ".join(map(self.data.describe_row_group, new))
             self._warn(f"from step {record.number} on without what cannot be decoded: {names}")
-        for text in self._groups.on_device.news() if self._groups.on_device is not None else ():
+        for text in self.groups.on_device.news() if self.groups.on_device is not None else ():
             self._warn(text)
         is_last = bool(self.total_steps and record.number >= self.total_steps)
         self.progress.step_committed(record.number, is_last=is_last)

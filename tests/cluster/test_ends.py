@@ -55,7 +55,7 @@ def test_the_reason_is_the_job_s_own(config, step, reason):
     assert (outcome.step, outcome.reason, outcome.error) == (step, reason, None)
     assert outcome.result.reason == reason
     session = run_local(spec, stops)
-    assert (session.position.step, session.ended) == (step, reason)
+    assert (session.position.step, session.progress.ended) == (step, reason)
 
 
 @pytest.mark.parametrize("where", ["local", "group"])

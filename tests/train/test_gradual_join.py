@@ -68,7 +68,7 @@ def role_of(session):
     if session.membership is None:
         return None
     plan = plan_state_transfer(session.membership)
-    joining, rank = session._joining.ranks(session.membership, plan), session._groups.rank
+    joining, rank = session._joining.ranks(session.membership, plan), session.groups.rank
     if rank in joining:
         return "joiner"
     return ("source" if rank == plan.source else "other") if joining else None

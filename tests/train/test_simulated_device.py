@@ -45,7 +45,7 @@ JOINS_IN_CI = (("receiving_state", 3),)
 
 
 def transport(ctx):
-    main = ctx._session._groups.main
+    main = ctx._session.groups.main
     return None if main is None else main.on_device
 
 

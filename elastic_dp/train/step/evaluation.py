@@ -105,7 +105,7 @@ def _complete(
     # The processes of a worker may have heard of different results before a member was lost.
     for payload in reversed(session.control.exchange(_packed(known, of_data))):
         known.update(_unpacked(payload, of_data))
-    group = session.auxiliary_group()
+    group = session.groups.auxiliary()
     while True:
         session.pass_point("evaluate_exchange")
         for payload in group.gather_bytes(_packed(known, of_data)):
@@ -147,7 +147,7 @@ def _one(
     if batch is None:  # all its rows lie in bad row groups
         return 0.0, 0.0, {}, data.rows(i)
     left_out = data.masked(i)
-    with session.micro_batches.autocast():
+    with session.transaction.leaves.leaf.micro_batches.autocast():
         loss, weight, metrics = parse_loss(fn(model, batch), data.rows(i) - left_out)
     result = MicroBatchResult(float(loss), weight, metrics)
     return result.loss, result.weight, result.metrics, left_out
