@@ -220,7 +220,7 @@ def node_of(first):
 
 
 def test_finished_node_is_taken_once_and_only_where_it_lies_in_the_range():
-    work = FinishedWork(StepInputs(6, 1, True, 48.0, None, frozenset(), (1, 2)))
+    work = FinishedWork(StepInputs(6, 1, 48.0, None, frozenset(), (1, 2)))
     work.add((0, 2), node_of(0))
     work.add((4, 8), node_of(4))
     assert work.take(4, 6) is None and work.take(1, 8) is None

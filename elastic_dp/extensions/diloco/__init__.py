@@ -214,7 +214,8 @@ class InnerSteps(Leaf):
             keys = self.rows.keys_with_rows(step, v)
             batches = ((key, self.micro_batches.batch(step, key)) for key in keys)
             found, result = self._make(step, v, batches, turn.expected, passes)
-        runner.add_given(turn, result, found)
+        contributes = result is not None and result.weight > 0
+        runner.add(turn, result, contributes=contributes, given=found)
         if lost:
             raise lost.pop()
 

@@ -500,14 +500,11 @@ class ShardedOptimizer(OptimizerHolders):
         holders = self.holders_of_any(world_size, topology)
         for number, piece, p, of_optimizer in self._optimized():
             entry, specs = manifest.entry(of_optimizer)
-            for value in entry.values():
-                for slot in slots_in(value):
-                    spec = specs[slot]
-                    if spec.name in of_all:
-                        continue
-                    part = _part(value, spec, piece, p)
-                    for rank in holders[number].ranks:
-                        found[rank][spec.name].append(part)
+            slots = [slot for x in entry.values() if (slot := tensor_slot(x)) is not None]
+            for spec in (specs[slot] for slot in slots if specs[slot].name not in of_all):
+                part = _part(spec, piece, p)
+                for rank in holders[number].ranks:
+                    found[rank][spec.name].append(part)
         return [*found]
 
     def common(self, manifest: Manifest) -> Manifest:
@@ -553,14 +550,9 @@ def _value(
     """Returns a value of a piece's state, where it belongs."""
     slot = tensor_slot(value)
     if slot is None:
-        needed = set(slots_in(value))
-        tensors = [
-            spec.view(read.content(spec.name, 0, spec.nbytes)).clone() if n in needed else p
-            for n, spec in enumerate(specs if needed else ())
-        ]
-        return decode(value, tensors)
+        return decode(value, ())  # a number; these optimizers keep nothing else
     spec = specs[slot]
-    start, end = _part(value, spec, piece, p)
+    start, end = _part(spec, piece, p)
     content = read.content(spec.name, start, end)
     if (start, end) == (0, spec.nbytes):
         part = part_of(piece, p, spec.view(content))
@@ -572,10 +564,10 @@ def _value(
     return part if is_here else part.to(p.device)
 
 
-def _part(value: Any, spec: TensorSpec, piece: StatePiece, p: torch.Tensor) -> tuple[int, int]:
+def _part(spec: TensorSpec, piece: StatePiece, p: torch.Tensor) -> tuple[int, int]:
     """Returns the bytes of a tensor in a parameter's state that a piece needs."""
     whole = 0, spec.nbytes
-    if piece.whole or not spec.shape or tensor_slot(value) is None:
+    if piece.whole or not spec.shape:
         return whole
     like = spec.view(torch.empty(spec.nbytes, dtype=torch.uint8, device="meta"))
     if like.shape != p.shape or like.stride() != p.stride():

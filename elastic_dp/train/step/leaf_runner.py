@@ -91,8 +91,8 @@ class Leaf:
     refuses_none: Callable[[int, int], None] = lambda step, virtual_worker: None
 
     def run(self, turn: Turn) -> None:
-        """Runs a virtual worker, which may have no rows, and adds its gradient by `LeafRunner.add`
-        or `add_given`. Raises GroupError if the group was lost meanwhile."""
+        """Runs a virtual worker, which may have no rows, and adds its gradient by `LeafRunner.add`.
+        Raises GroupError if the group was lost meanwhile."""
         runner, step, v = turn.runner, turn.step, turn.virtual_worker
         points, loss, result = runner.points, None, None
         if self.rows.rows(step, v) > 0:
@@ -136,7 +136,6 @@ class StepInputs:
 
     step: int
     lineage_id: int  # of the worker's state
-    exact: bool
     expected_weight: float
     loss_scale: float | None
     bad_row_groups: frozenset[int]
@@ -294,30 +293,28 @@ class LeafRunner:
         if self.meanwhile is not None:
             self.meanwhile()
 
-    def add(self, turn: Turn, result: MicroBatchResult | None, *, contributes: bool) -> None:
-        """Adds what a backward pass has left in `p.grad`, and the buffers."""
+    def add(
+        self,
+        turn: Turn,
+        result: MicroBatchResult | None,
+        *,
+        contributes: bool,
+        given: Mapping[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """Adds the buffers, and what a backward pass has left in `p.grad`, or the gradients that
+        are `given` up, by parameter."""
         if result is not None:
             self.results[turn.virtual_worker] = result
         self.buffers.after_leaf(turn.virtual_worker, contributes=contributes)
+        if given is not None:
+            self.gradients.add_leaf(turn.leaf, given, turn.is_last)
+            return
         observed = self.gradients.after_leaf(
             turn.leaf, turn.is_last, observed=bool(self._observers)
         )
         if result is not None and contributes:
             for participant in self._observers:
                 participant.leaf_ended(result, observed)
-
-    def add_given(
-        self,
-        turn: Turn,
-        result: MicroBatchResult | None,
-        gradients: Mapping[torch.Tensor, torch.Tensor],
-    ) -> None:
-        """Adds gradients by parameter, which are given up, and the buffers."""
-        if result is not None:
-            self.results[turn.virtual_worker] = result
-        contributes = result is not None and result.weight > 0
-        self.buffers.after_leaf(turn.virtual_worker, contributes=contributes)
-        self.gradients.add_leaf(turn.leaf, gradients, turn.is_last)
 
     # ------------------------------------------------------------------------ finished work
 
@@ -327,7 +324,6 @@ class LeafRunner:
         return StepInputs(
             step,
             self.lineage_id,
-            self.exact,
             self.expected_weight(step),
             scale.scale if scale else None,
             frozenset(self.state.bad_row_groups),
