@@ -175,7 +175,6 @@ def test_worker_that_receives_a_step_forgets_what_it_has_finished(tmp_path):
 
 CHANGES = {
     "lineage": lambda leaves: setattr(leaves, "lineage_id", 3),
-    "mode": lambda leaves: setattr(leaves, "exact", False),
     "loss scale": lambda leaves: setattr(leaves.state, "loss_scale", LossScale(2.0)),
     "bad row groups": lambda leaves: leaves.state.bad_row_groups.add(3),
     "layout": lambda leaves: setattr(leaves.gradients, "parameters", (1,)),
@@ -193,7 +192,7 @@ class Leaves(LeafRunner):
         self.shares = SimpleNamespace(
             of_all=lambda step: [()], rank=0, virtual_workers=lambda step: 8
         )
-        self.exact, self.lineage_id = True, 1
+        self.lineage_id = 1
         self.run_step(6)
         self._finished.add((0, 4), node_of(0))
 
