@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
@@ -40,6 +41,8 @@ from elastic_dp.device.host_copies import HostCopies
 from elastic_dp.errors import StateError
 
 PIECE_BYTES = 64 << 20  # of memory that is made ready at once; no copy goes to two of them
+# Each launch may wait while a piece is registered. So a step beside it takes a twentieth longer.
+REST = 19.0  # after a piece, relative to the time that registering it took
 
 
 class SnapshotMemory:
@@ -51,6 +54,7 @@ class SnapshotMemory:
         self._pieces: list[torch.Tensor] = []  # those that are not ready
         self._on_device = self._is_used = False
         self._changing = threading.Lock()  # held while this changes, or a piece is made ready
+        self._hurried = threading.Event()
 
     def make_room(self, nbytes: int, *, on_device: bool) -> int:
         """Replaces the memory unless it is large enough. Returns how many bytes are new.
@@ -62,21 +66,31 @@ class SnapshotMemory:
                 self.content = torch.empty(0, dtype=torch.uint8)  # not two of them at once
                 self.content = _aligned(nbytes)
                 self._pieces, self._is_used = list(self.content.split(PIECE_BYTES)), False
+                self._hurried.clear()
             self._on_device = on_device
             return nbytes if grows else 0
 
     def make_ready(self) -> None:
         """Has the pages of new memory found, and registers the memory with the device. Each piece
-        keeps those who wait for the memory for some milliseconds."""
-        while True:
+        keeps those who wait for the memory, and the launches of a step, for some milliseconds, and
+        there is time between the pieces."""
+        rest_s = 0.0
+        while self._pieces:
+            self._hurried.wait(rest_s)
             with self._changing:
                 if not self._pieces:
                     return
                 piece = self._pieces.pop()
                 if not self._is_used:
                     piece.zero_()
+                begun_at = time.perf_counter()
                 if self._on_device:
                     self.copies.register(piece)
+                rest_s = REST * (time.perf_counter() - begun_at)
+
+    def hurry(self) -> None:
+        """Somebody waits for `make_ready`: no rest from now on."""
+        self._hurried.set()
 
     def use(self) -> None:
         """The memory gets content: its pages are found when they are written."""
@@ -86,6 +100,7 @@ class SnapshotMemory:
     def close(self) -> None:
         """Unregisters the memory, and ends `make_ready`. Nothing may be copied into it
         afterwards."""
+        self.hurry()
         with self._changing:
             self._pieces = []
             self.copies.unregister()

@@ -69,8 +69,8 @@ class Uploader:
         It waits for the upload under way until its patience is used up, and for memory if the
         checkpoint `must` be taken.
         """
-        if must and self._making is not None:
-            self._making.result()
+        if must:
+            self._wait_for_memory()
         if self._last is not None and self._patience_s > 0.0:
             begun_at = time.perf_counter()
             wait_for([self._last], self._patience_s)
@@ -88,6 +88,11 @@ class Uploader:
         self._making = self._one.submit(self.snapshot.memory.make_ready)
         if self.snapshot.memory.content.numel() > SOON_READY_BYTES:
             self._last = self._making
+
+    def _wait_for_memory(self) -> None:
+        if self._making is not None:
+            self.snapshot.memory.hurry()
+            self._making.result()
 
     def take(
         self,
@@ -110,8 +115,7 @@ class Uploader:
         """
         began_at = time.monotonic()
         self.wait()
-        if self._making is not None:
-            self._making.result()
+        self._wait_for_memory()
         most_new = math.inf if must else SOON_READY_BYTES
         with self._copying:
             taken = self.snapshot.take(step, tree, held, most_new=most_new)

@@ -4,6 +4,7 @@ copies arrives when it is waited for."""
 import contextlib
 import dataclasses
 import threading
+import time
 import types
 
 import pytest
@@ -238,6 +239,35 @@ def test_no_copy_goes_to_two_pieces_of_memory_that_are_registered_apart(on_devic
     snapshot.memory.make_ready()
     assert sum(nbytes for _, nbytes in copies.registered) == snapshot.memory.content.numel()
     assert max(nbytes for _, nbytes in copies.registered) == 3 << 12
+
+
+class SlowToRegister(LateCopies):
+    def register(self, memory):
+        time.sleep(0.004)
+        super().register(memory)
+
+
+def test_registering_memory_rests_between_pieces_until_somebody_waits_for_it(
+    on_device, monkeypatch
+):
+    """While a piece is registered a launch may wait, and a step has thousands of them."""
+    monkeypatch.setattr(snapshots, "PIECE_BYTES", 1 << 12)
+    snapshot = Snapshot(copies := SlowToRegister())
+    snapshot.take(-1, {"x": torch.zeros(3 << 10)}, most_new=-1)
+    begun_at = time.perf_counter()
+    snapshot.memory.make_ready()
+    assert len(copies.registered) >= 3
+    assert time.perf_counter() - begun_at >= (len(copies.registered) - 1) * 19 * 0.004
+
+    monkeypatch.setattr(snapshots, "REST", 1e6)
+    uploader = Uploader(Catalog(memory_store()), lambda share: None)
+    uploader.snapshot = Snapshot(copies := SlowToRegister())
+    monkeypatch.setattr("elastic_dp.checkpoint.uploader.SOON_READY_BYTES", 0)
+    uploader.prepare({"x": torch.zeros(3 << 10)})
+    assert not uploader.ready()
+    assert uploader.ready(must=True)
+    assert len(copies.registered) >= 3
+    uploader.close()
 
 
 def test_memory_that_is_closed_is_not_made_ready(on_device):
