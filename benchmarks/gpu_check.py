@@ -75,6 +75,8 @@ def run_all(
         if name == "environment" and device is None:
             device = device_of(found[name])
         print(line(name, found[name]), flush=True)
+        for case, one in found[name].get("facts", {}).items() if name == "step" else ():
+            print(f"{'':<8} {case:<20} {one}", flush=True)
         if output is None and device == "cuda":
             gpu = str(found["environment"]["facts"].get("gpu", "unknown"))
             words = gpu.lower().replace("nvidia", "").split()

@@ -136,9 +136,13 @@ def table(rows: Iterator[Row]) -> str:
 
 def gpu_runs() -> Iterator[str]:
     """The last run on each kind of GPU: its checks, and its steps."""
+    seen = set()
     for path in sorted((RESULTS / "gpu").glob("*.json"), reverse=True):
         run = json.loads(path.read_text())
         checks, gpu = run["results"]["checks"], run["hardware"]
+        if gpu["gpu"] in seen:
+            continue
+        seen.add(gpu["gpu"])
         passed = [name for name, check in checks.items() if check["status"] == "ok"]
         others = "".join(f" Not {name}." for name in checks if name not in passed)
         yield f"### {gpu['gpu']}, {run['date']}, torch {gpu['torch']}\n"
@@ -148,7 +152,11 @@ def gpu_runs() -> Iterator[str]:
             continue
         yield "| step | time | relative to the plain loop | GPU memory |\n|---|---|---|---|"
         for case, one in steps.items():
-            yield f"| {case} | {one['ms']:.1f} ms | {one['relative']:.2f} | {one['gb']:.1f} GB |"
+            if "why" in one:
+                yield f"| {case} | not measured | | |"
+                continue
+            relative = "" if one["relative"] is None else f"{one['relative']:.2f}"
+            yield f"| {case} | {one['ms']:.1f} ms | {relative} | {one['gb']:.1f} GB |"
         yield ""
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import subprocess
 import sys
 
 import pytest
@@ -9,10 +10,12 @@ import pytest
 from benchmarks import (
     gpu_check,
     gpu_checks,
+    gpu_step,
     join,
     picture,
     recovery,
     report,
+    results_page,
     step_overhead,
 )
 from benchmarks.models import RandomTokens
@@ -118,3 +121,28 @@ def test_gpu_check_that_ends_early_leaves_what_it_found_and_where_it_stood(
     assert (found["status"], found["facts"]) == (status, {"first_s": 1})
     assert "Fatal Python error: Aborted" in found["output"]
     assert "(first_s 1)" in gpu_check.line("abort", found)
+
+
+def test_cases_of_a_step_that_are_not_measured_are_named_and_end_no_other(tmp_path, monkeypatch):
+    def run(command, **_):
+        case = command[command.index("--case") + 1]
+        found = json.dumps({"case": case, "ms": 30.0, "gb": 1.0})
+        return subprocess.CompletedProcess(command, int("plain" in case), found, "no memory")
+
+    monkeypatch.setattr(gpu_step.subprocess, "run", run)
+    in_time = list(gpu_step.measure_all(small=True, limit_s=60.0))
+    assert [one.get("why") for one in in_time] == ["no memory", None, None]
+    too_late = list(gpu_step.measure_all(small=True, limit_s=0.0))
+    assert [one["why"] for one in too_late] == ["out of time"] * 3
+
+    facts = {one["case"]: one for one in [too_late[0], *in_time[1:]]}
+    gpu = {"gpu": "H1", "torch": "2.13.0"}
+    checks = {"step": {"status": "ok", "facts": facts}}
+    (tmp_path / "gpu").mkdir()
+    for date in ("2026-11-28", "2026-11-29"):
+        run = {"date": date, "hardware": gpu, "results": {"checks": checks}}
+        (tmp_path / "gpu" / f"{date}-h1.json").write_text(json.dumps(run))
+    monkeypatch.setattr(results_page, "RESULTS", tmp_path)
+    page = "\n".join(results_page.gpu_runs())
+    assert "2026-11-29" in page and "2026-11-28" not in page
+    assert "| 124M plain | not measured |" in page and "| 124M fast | 30.0 ms |" in page
