@@ -262,7 +262,7 @@ class _Cuda:
         return contextlib.nullcontext()
 
     @staticmethod
-    def synchronize():
+    def synchronize(device=None):
         pass
 
     @staticmethod

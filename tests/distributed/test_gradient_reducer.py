@@ -424,7 +424,7 @@ def test_step_without_gradients_begins_with_nothing_finished():
 def test_16_bit_sum_is_checked_without_a_wider_copy():
     """Torch's `sum` in fp32 makes one, of twice the bytes of the gradient."""
     gradient = torch.ones(4 << 20, dtype=torch.bfloat16)
-    with torch.profiler.profile(profile_memory=True) as profiled:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profiled:
         total = cross_worker_reduction._total_of_elements(gradient)
     assert max(event.cpu_memory_usage for event in profiled.events()) < gradient.nbytes
     assert total.item() == gradient.numel()
