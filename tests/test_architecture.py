@@ -36,7 +36,7 @@ ALLOWED = {
     },
     "dataprep": {"errors", "config", "sampling", "storage", "data", "dataprep", "threads"},
     "checkpoint": {"errors", "storage", "checkpoint", "device"},
-    "device": {"errors", "device"},
+    "device": {"errors", "device", "threads"},
     "distributed": {"errors", "device", "distributed", "threads"},
     "train": {
         "errors",

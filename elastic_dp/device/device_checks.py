@@ -13,14 +13,17 @@ import re
 import socket
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from elastic_dp.device.gpu import is_gpu, settle_cublas
 from elastic_dp.errors import ClusterError
+from elastic_dp.threads import background
 
 FREE = 0.8  # of the memory of a GPU that a worker has alone
+ANSWER_S = 10.0  # in which NVML answers: a driver whose GPU is broken may never do
 PATIENCE_S = 20.0  # in which the process that had the GPU before frees its memory
 _TYPE = "ray.io/accelerator-type"  # a label of nodes
 _TILES, _TILE, _DEPTH = 8, 256, 256  # of the product: each unit of a large GPU has a part in it
@@ -46,7 +49,7 @@ def admit(
     if not shared and resources.get("GPU", 0) >= 1:
         _check_memory(device, patience_s)
     with contextlib.suppress(ImportError):
-        _check_nvml(importlib.import_module("pynvml"), device)
+        _check_in_time(partial(_check_nvml, importlib.import_module("pynvml"), device))
 
 
 def _refuse(check: str, found: str, remedy: str) -> ClusterError:
@@ -100,6 +103,19 @@ def _check_memory(device: torch.device, patience_s: float) -> None:
         "worker alone",
         "End the processes that use it (nvidia-smi lists them)",
     )
+
+
+def _check_in_time(check: Callable[[], None]) -> None:
+    found: list[Exception] = []
+    asking = background("nvml", check, found.append)
+    asking.start()
+    asking.join(ANSWER_S)
+    if asking.is_alive():
+        raise _refuse(
+            "nvml", f"NVML has not answered for {ANSWER_S:g} s", "Restart the node, or replace it"
+        )
+    if found:
+        raise found[0]
 
 
 def _check_nvml(nvml: Any, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import threading
 import types
 
 import pytest
@@ -109,6 +110,16 @@ def test_worker_is_refused_by_what_nvml_knows(found, check_name, said, gpu, monk
     monkeypatch.setitem(sys.modules, "pynvml", found)
     with pytest.raises(ClusterError, match=f"fails the check '{check_name}': .*{said}"):
         check()
+
+
+def test_worker_is_refused_whose_driver_does_not_answer(gpu, monkeypatch):
+    answers, silent = threading.Event(), nvml()
+    silent.nvmlInit = answers.wait
+    monkeypatch.setitem(sys.modules, "pynvml", silent)
+    monkeypatch.setattr("elastic_dp.device.device_checks.ANSWER_S", 0.1)
+    with pytest.raises(ClusterError, match=r"fails the check 'nvml': .* not answered for 0.1 s"):
+        check()
+    answers.set()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
