@@ -4,7 +4,7 @@ Torch's defaults are for jobs in which the loss of one rank ends all of them: a 
 aborts the process when an operation fails, also one of a group that was left long ago, and errors
 and timeouts are announced to all ranks through the store. Here the others go on, and failures are
 found by heartbeats and by the training thread. Names and defaults are those of
-`ProcessGroupNCCL.hpp` and `FlightRecorder.hpp` in torch 2.11 to 2.13. Torch reads them when a group
+`ProcessGroupNCCL.hpp` and `FlightRecorder.hpp` in torch 2.11 to 2.15. Torch reads them when a group
 is made; only `TORCH_DISTRIBUTED_DEBUG` is read when `torch.distributed` is imported.
 """
 
@@ -24,6 +24,7 @@ REQUIRED = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # the training thread reports them; a watchdog cannot
+    "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "0",  # from torch 2.15 on: whatever the line above says
 }
 # A user's own value stays: the flight recorder costs memory and time, and ends nobody.
 DEFAULTS = {
