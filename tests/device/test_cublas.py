@@ -1,13 +1,19 @@
 """When `CUBLAS_WORKSPACE_CONFIG` is set: torch up to 2.12 parses it in each matrix product."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
 
 from elastic_dp.cluster.worker import prepare_environment
+from elastic_dp.data import open_data
 from elastic_dp.device import gpu
 from elastic_dp.train.exactness.machine_kind import DeterministicKernels
+from elastic_dp.train.local_run import LocalRun
+from tests.device import fake_gpu
+from tests.runs import spec_of
+from tests.train.jobs import adamw, classifier, cross_entropy
 
 NAME = "CUBLAS_WORKSPACE_CONFIG"
 GPU = torch.device("cuda", 0)
@@ -64,6 +70,33 @@ def test_model_with_recurrent_layers_keeps_the_variable(layer, kept, products, m
     with DeterministicKernels(True, [], GPU):
         gpu.keep_cublas_config(torch.nn.Sequential(layer(2, 2)), GPU)
         assert (NAME in os.environ) == kept
+
+
+class Recurrent(torch.nn.LSTM):
+    def flatten_parameters(self):
+        """Asks for the GPU's cuDNN."""
+
+
+@pytest.mark.parametrize(("layer", "kept"), [(Recurrent, True), (torch.nn.Linear, False)])
+def test_run_of_a_model_with_recurrent_layers_keeps_the_variable(
+    layer, kept, products, monkeypatch
+):
+    torch_reads_it_once(monkeypatch, False)
+    found = []
+
+    def train(ctx):
+        with ctx.device:
+            model = classifier()
+            model[0].more = layer(2, 2)
+        for _ in ctx.steps(model, adamw(model), cross_entropy):
+            found.append(NAME in os.environ)
+
+    spec = spec_of(steps=1)
+    fake_gpu.install(partial(monkeypatch.setattr, raising=False))
+    with fake_gpu.modes():
+        data = open_data(spec.data, virtual_workers=spec.scaling.virtual_workers)
+        LocalRun(spec, data, GPU).run(train)
+    assert found == [kept]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A worker whose GPU fails a check is refused by name."""
 
 import functools
+import os
 import sys
 import threading
 import types
@@ -129,6 +130,24 @@ def test_worker_whose_gpu_multiplies_wrongly_is_refused(dtype, gpu):
         pytest.raises(ClusterError, match=f"1 of 65536 elements of a matrix product in {dtype}"),
     ):
         check()
+
+
+@pytest.mark.parametrize(("exact", "value"), [(True, ":4096:8"), (False, None)])
+def test_torch_finds_the_setting_of_cublas_at_the_first_product_of_an_exact_run(
+    exact, value, gpu, monkeypatch
+):
+    """It looks for it once."""
+    monkeypatch.setattr("elastic_dp.device.gpu._reads_cublas_config_once", lambda: True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is restored
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    found = []
+
+    def multiply(device):
+        found.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+
+    monkeypatch.setattr("elastic_dp.device.device_checks._check_product", multiply)
+    check(exact=exact)
+    assert found == [value]
 
 
 @pytest.mark.parametrize(

@@ -270,6 +270,18 @@ def test_registering_memory_rests_between_pieces_until_somebody_waits_for_it(
     uploader.close()
 
 
+@pytest.mark.parametrize("is_used", [False, True])
+def test_new_memory_is_written_before_a_snapshot_and_content_stays(is_used):
+    """Writing has the system find the pages."""
+    memory = SnapshotMemory(LateCopies())
+    memory.make_room(3 << 12, on_device=False)
+    if is_used:
+        memory.use()
+    memory.content.fill_(1)
+    memory.make_ready()
+    assert memory.content.eq(int(is_used)).all()
+
+
 def test_memory_that_is_closed_is_not_made_ready(on_device):
     snapshot = Snapshot(copies := LateCopies())
     snapshot.take(-1, big_tree(1 << 18), most_new=-1)
