@@ -18,6 +18,7 @@ from elastic_dp.cluster import console
 from elastic_dp.cluster.logger_threads import LoggerThreads
 from elastic_dp.cluster.worker_logs import follow_logs, read_logs
 from elastic_dp.config import JobSpec
+from elastic_dp.coordinator import messages as m
 from elastic_dp.errors import ClusterError, ModelError, SpecError, UserCodeError
 from elastic_dp.report.report_reader import RunFolder
 from elastic_dp.run_record import Result, RunOutcome, read_result
@@ -89,15 +90,15 @@ class Run:
         least = present["min_workers"] if min_workers is None else min_workers
         size = present["size"] if size is None and min_workers is not None else size
         _must_be_within("min_workers", least, 1, most, "1..virtual_workers")
-        _must_be_within("size", size, least, most, "min_workers..virtual_workers")
-        self._ask("scale", size, min_workers)
+        asked = _must_be_within("size", size, least, most, "min_workers..virtual_workers")
+        self._request("scale", m.SizeRequested(asked, min_workers))
 
     def stop(self, reason: str = "asked by an operator") -> None:
         """End the run after one of the next steps, with a checkpoint. `result()` returns its end.
 
         Started again, the run continues from there.
         """
-        self._ask("stop", reason)
+        self._request("stop", m.StopRequested(reason))
 
     def interrupted(self, progress: ProgressPrinter) -> None:
         """Handle a Ctrl-C of the driver.
@@ -131,7 +132,7 @@ class Run:
 
     def checkpoint(self) -> None:
         """Request a checkpoint of one of the next steps; returns at once."""
-        self._ask("checkpoint")
+        self._request("checkpoint", m.CheckpointRequested())
 
     def drain(self, worker: str, within_s: float | None = None) -> None:
         """Let one worker leave once it is replaced, at the latest after `within_s` seconds.
@@ -245,6 +246,10 @@ class Run:
         stored = read_result(self.url)
         return None if stored == self._before else stored
 
+    def _request(self, verb: str, event: m.Event) -> None:
+        self._must_be_live(verb)
+        self._ask("request", event)
+
     def _ask(self, method: str, *args: Any) -> Any:
         import ray
 
@@ -272,12 +277,12 @@ def _must_be_one_of(worker: str, workers: Sequence[str]) -> None:
         )
 
 
-def _must_be_within(name: str, number: Any, least: int, most: int, words: str) -> None:
-    whole = isinstance(number, int) and not isinstance(number, bool)
-    if not whole or not least <= number <= most:
-        raise SpecError(
-            f"{name} is {number!r}, must be a whole number within {least}..{most} ({words})"
-        )
+def _must_be_within(name: str, number: Any, least: int, most: int, words: str) -> int:
+    if isinstance(number, int) and not isinstance(number, bool) and least <= number <= most:
+        return number
+    raise SpecError(
+        f"{name} is {number!r}, must be a whole number within {least}..{most} ({words})"
+    )
 
 
 def ask(controller: Any, method: str, *args: Any, patience_s: float) -> Any:

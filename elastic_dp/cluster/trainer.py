@@ -233,7 +233,7 @@ class ElasticTrainer:
             controller, is_new = attach.find_or_start(self.spec, job, self.runtime_env)
             start = partial(self._record_start, data.steps_of, attach.address())
             for note in (*self._said_of_rows, *start()) if is_new else ():
-                controller.say.remote(note)
+                controller.tell.remote("say", note)
             return Run(self.spec, self.url, controller, self.loggers, is_new=is_new)
 
     # ------------------------------------------------------------------------------ private

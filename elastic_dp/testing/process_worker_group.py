@@ -19,14 +19,12 @@ import secrets
 import socket
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from elastic_dp.checkpoint.checkpoint_writer import WrittenBlobs
 from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.cluster.runs.controller_state import ControllerStateStore
 from elastic_dp.cluster.worker import (
@@ -41,7 +39,6 @@ from elastic_dp.cluster.worker import (
 from elastic_dp.cluster.worker_logs import print_to_file, print_whatever_fits
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import (
-    Event,
     ReleaseWorker,
     WorkerId,
     WorkerLocation,
@@ -49,7 +46,6 @@ from elastic_dp.coordinator.messages import (
     WorkerPlaced,
 )
 from elastic_dp.device.accelerator import install
-from elastic_dp.distributed.rendezvous import MemberRecord
 from elastic_dp.errors import ClusterError
 from elastic_dp.module_pickling import pickle_by_value
 from elastic_dp.run_record import RunOutcome
@@ -57,8 +53,7 @@ from elastic_dp.telemetry.journal import Journal
 from elastic_dp.testing.simulated_device import SimulatedAccelerator, SimulatedDevice
 from elastic_dp.threads import background
 from elastic_dp.train.fault_injection import WorkerFault
-from elastic_dp.train.generations.worker_progress import LogCall
-from elastic_dp.train.log_sender import LogSender
+from elastic_dp.train.log_sender import MessageLink
 
 _HOST = "127.0.0.1"
 _context = multiprocessing.get_context("forkserver")
@@ -251,41 +246,14 @@ def _write(pipe: Connection, outbox: queue.SimpleQueue[Any]) -> None:
             pipe.send_bytes(message)
 
 
-class _PipeLink:
-    """Implements `train.controller_link.ControllerLink`."""
-
+class _PipeLink(MessageLink):
     def __init__(self, pipe: Connection) -> None:
+        super().__init__()
         self._pipe, self._lock = pipe, threading.Lock()
-        self._logs = LogSender(lambda calls: self._put("log_all", calls, time.monotonic()))
 
-    def post(self, event: Event) -> None:
-        self._send("post", event)
-
-    def register(self, record: MemberRecord) -> None:
-        self._put("register", record)
-
-    def log(self, call: LogCall, previous: LogCall | None, metrics: Mapping[str, Any]) -> None:
-        self._logs.log(call, previous, metrics)
-
-    def say(self, text: str) -> None:
-        self._send("say", text)
-
-    def wrote(self, worker: WorkerId, written: WrittenBlobs) -> None:
-        self._send("wrote", worker, written)
-
-    def skipped(self, row_groups: Sequence[str]) -> None:
-        self._send("skip", tuple(row_groups))
-
-    def flush(self) -> None:
-        self._logs.flush()
-
-    def _send(self, *message: Any) -> None:
-        self.flush()
-        self._put(*message)
-
-    def _put(self, *message: Any) -> None:
+    def _call(self, method: str, *content: Any) -> None:
         with self._lock, contextlib.suppress(OSError):
-            self._pipe.send(message)
+            self._pipe.send((method, *content))
 
 
 def _main(

@@ -1,4 +1,4 @@
-"""Calls of ctx.log on their way to the controller: several are sent together, a few times a second.
+"""Messages on their way to the controller. Calls of ctx.log are sent several at a time.
 
 A message costs the training thread the time to write it, and it wakes threads of both processes.
 Nothing is lost by waiting. A call is sent before every later message of this worker. What a worker
@@ -10,11 +10,18 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from elastic_dp.coordinator.messages import Event, WorkerId
+from elastic_dp.distributed.rendezvous import MemberRecord
 from elastic_dp.threads import background
+from elastic_dp.train.controller_link import ControllerLink
 from elastic_dp.train.generations.worker_progress import LogCall
+
+if TYPE_CHECKING:
+    from elastic_dp.checkpoint.checkpoint_writer import WrittenBlobs
 
 GATHER_S = 0.4  # how long a call waits for others
 
@@ -62,3 +69,42 @@ class LogSender:
             self._holds_some.wait()
             time.sleep(GATHER_S)
             self.flush()
+
+
+class MessageLink(ControllerLink):
+    """A link whose messages are calls of methods of the controller."""
+
+    def __init__(self) -> None:
+        self._logs = LogSender(self._send_logs)
+
+    @abstractmethod
+    def _call(self, method: str, *content: Any) -> None:
+        """Have the controller call this method of its own. Does not wait, and never fails."""
+
+    def _send_logs(self, calls: Sequence[LoggedCall]) -> None:
+        self._call("log_all", calls, time.monotonic())
+
+    def log(self, call: LogCall, previous: LogCall | None, metrics: Mapping[str, Any]) -> None:
+        self._logs.log(call, previous, metrics)
+
+    def flush(self) -> None:
+        self._logs.flush()
+
+    def register(self, record: MemberRecord) -> None:
+        self._call("register", record)  # nothing logged follows from it
+
+    def post(self, event: Event) -> None:
+        self._after_logs("post", event)
+
+    def say(self, text: str) -> None:
+        self._after_logs("say", text)
+
+    def wrote(self, worker: WorkerId, written: WrittenBlobs) -> None:
+        self._after_logs("wrote", worker, written)
+
+    def skipped(self, row_groups: Sequence[str]) -> None:
+        self._after_logs("skipped", tuple(row_groups))
+
+    def _after_logs(self, method: str, *content: Any) -> None:
+        self.flush()
+        self._call(method, *content)

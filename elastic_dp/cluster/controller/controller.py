@@ -159,7 +159,7 @@ class Controller:
         """Note that a worker that never had a node is replaced: its end is no loss."""
         self.exits.released.add(worker)
 
-    def skip(self, row_groups: Sequence[str]) -> None:
+    def skipped(self, row_groups: Sequence[str]) -> None:
         """Record skipped row groups. Each worker that finishes sends all of them."""
         self.outcome.skipped = tuple(row_groups)
 

@@ -15,57 +15,34 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 
 from elastic_dp.checkpoint.checkpoint_writer import WrittenBlobs
-from elastic_dp.coordinator.messages import Event, WorkerId
-from elastic_dp.distributed.rendezvous import MemberRecord
+from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.train.generations.worker_progress import LogCall
-from elastic_dp.train.log_sender import LoggedCall, LogSender
+from elastic_dp.train.log_sender import LoggedCall, MessageLink
 
 _REMEMBERED = 10_000  # buffered calls of ctx.log
 
 
-class ActorLink:
-    """Implements `train.controller_link.ControllerLink`."""
+class ActorLink(MessageLink):
+    """The link to a controller that is an actor."""
 
     def __init__(self, controller: Any, term: int) -> None:
+        super().__init__()
         self._controller, self._term = controller, term
         self._lock = threading.Lock()
-        self._logs = LogSender(self._send)
         self._logged: deque[LoggedCall] = deque(maxlen=_REMEMBERED)  # and sent
         self._recorded: LogCall = (0, 0)  # as far as a controller has said
         self._written: tuple[WorkerId, WrittenBlobs] | None = None
 
-    def post(self, event: Event) -> None:
-        self.flush()
-        self._call("post", event)
-
-    def register(self, record: MemberRecord) -> None:
-        self._call("register", record)
-
-    def log(self, call: LogCall, previous: LogCall | None, metrics: Mapping[str, Any]) -> None:
-        self._logs.log(call, previous, metrics)
-
-    def flush(self) -> None:
-        self._logs.flush()
-
-    def say(self, text: str) -> None:
-        self.flush()
-        self._call("say", text)
-
     def wrote(self, worker: WorkerId, written: WrittenBlobs) -> None:
-        self.flush()
         with self._lock:
             self._written = worker, written
-            self._call("wrote", worker, written)
-
-    def skipped(self, row_groups: Sequence[str]) -> None:
-        self.flush()
-        self._call("skip", tuple(row_groups))
+        super().wrote(worker, written)
 
     def serve(self, term: int, logged_to: LogCall) -> None:
         """Send a controller what it lacks: its record ends with `logged_to`."""
@@ -79,18 +56,22 @@ class ActorLink:
         with self._lock:
             self._resend()
 
-    def _send(self, calls: Sequence[LoggedCall]) -> None:
+    def _send_logs(self, calls: Sequence[LoggedCall]) -> None:
         with self._lock:
             self._logged.extend(calls)
-            self._call("log_all", self._term, calls, time.monotonic())
+            self._log_all(calls)
 
     def _resend(self) -> None:
         if calls := [call for call in self._logged if call.call > self._recorded]:
-            self._call("log_all", self._term, calls, time.monotonic())
+            self._log_all(calls)
         # parts of the newest checkpoint, which may not be committed
         if self._written is not None:
             self._call("wrote", *self._written)
 
+    def _log_all(self, calls: Sequence[LoggedCall]) -> None:
+        with contextlib.suppress(ray.exceptions.RayError):
+            self._controller.log_all.remote(self._term, calls, time.monotonic())
+
     def _call(self, method: str, *content: Any) -> None:
         with contextlib.suppress(ray.exceptions.RayError):
-            getattr(self._controller, method).remote(*content)
+            self._controller.tell.remote(method, *content)

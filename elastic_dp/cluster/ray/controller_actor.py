@@ -18,7 +18,6 @@ from typing import Any
 import cloudpickle
 import ray
 
-from elastic_dp.checkpoint.checkpoint_writer import WrittenBlobs
 from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.cluster.metrics_exporter import MetricsExporter
 from elastic_dp.cluster.outage_notice import OutageNotice
@@ -32,7 +31,6 @@ from elastic_dp.cluster.worker import WorkerJob
 from elastic_dp.config import DataConfig, JobSpec
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.messages import WorkerId
-from elastic_dp.distributed.rendezvous import MemberRecord
 from elastic_dp.errors import StorageError
 from elastic_dp.run_record import RunOutcome
 from elastic_dp.storage import Store
@@ -139,12 +137,9 @@ class ControllerActor:
         return spec, self._url, self._controller.ended.is_set()
 
     @ray.method(concurrency_group="events")
-    def post(self, event: m.Event) -> None:
-        self._controller.post(event)
-
-    @ray.method(concurrency_group="events")
-    def register(self, record: MemberRecord) -> None:
-        self._controller.register(record)
+    def tell(self, method: str, *content: Any) -> None:
+        """Take a message of a worker (`MessageLink`), or a text of the driver."""
+        getattr(self._controller, method)(*content)
 
     @ray.method(concurrency_group="events")
     def log_all(self, term: int, calls: Sequence[LoggedCall], sent_at: float) -> None:
@@ -152,22 +147,6 @@ class ControllerActor:
             return  # it is sent again, in order
         if not self._controller.log_all(calls, sent_at):
             self._worker_group.ask_for_metrics(self._controller.metrics.logged_to)
-
-    @ray.method(concurrency_group="events")
-    def say(self, text: str) -> None:
-        self._controller.say(text)
-
-    @ray.method(concurrency_group="events")
-    def wrote(self, worker: WorkerId, written: WrittenBlobs) -> None:
-        self._controller.wrote(worker, written)
-
-    @ray.method(concurrency_group="events")
-    def checkpoint(self) -> None:
-        self._request(m.CheckpointRequested())
-
-    @ray.method(concurrency_group="events")
-    def skip(self, row_groups: Sequence[str]) -> None:
-        self._controller.skip(row_groups)
 
     @ray.method(concurrency_group="events")
     def status(self) -> dict[str, Any]:
@@ -182,12 +161,9 @@ class ControllerActor:
         return status
 
     @ray.method(concurrency_group="events")
-    def scale(self, size: int, min_workers: int | None = None) -> None:
-        self._request(m.SizeRequested(size, min_workers))
-
-    @ray.method(concurrency_group="events")
-    def stop(self, reason: str) -> None:
-        self._request(m.StopRequested(reason))
+    def request(self, event: m.SizeRequested | m.StopRequested | m.CheckpointRequested) -> None:
+        """Accept an operator's request."""
+        self._request(event)
 
     @ray.method(concurrency_group="events")
     def drain(self, worker: WorkerId, within_s: float | None) -> list[WorkerId]:
