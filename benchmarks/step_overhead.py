@@ -73,7 +73,7 @@ class StaticLink:
         elif type(event).__name__ == "WorkerFinished":
             self._control.release("finished")
         elif type(event).__name__ == "WorkerFailed":
-            print(event.traceback, file=sys.stderr)  # type: ignore[union-attr]
+            print(event.traceback, file=sys.stderr)  # type: ignore[attr-defined]
             os._exit(1)
 
     def ignore(self, *given: Any, **named: Any) -> None:

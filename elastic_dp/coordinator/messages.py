@@ -134,33 +134,41 @@ class Membership:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerStarted:
-    """The process is up and asks how to begin; the user's train function has not run yet."""
+class Event:
+    """A fact that the coordinator is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEvent(Event):
+    """A fact about one worker."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPlaced:
+class WorkerStarted(WorkerEvent):
+    """The process is up and asks how to begin; the user's train function has not run yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlaced(WorkerEvent):
     """The process runs at `location`. Sent when it starts, and again with each WorkerReported."""
 
-    worker: WorkerId
     location: WorkerLocation
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerReady:
+class WorkerReady(WorkerEvent):
     """The train function reached `ctx.steps` for the first time: the model is built, and the worker
     waits for a generation.
     """
 
-    worker: WorkerId
     signature: Signature
     can_source: bool  # its initial weights may count: it was not told otherwise
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerStopped:
+class WorkerStopped(WorkerEvent):
     """The training thread has left `generation`, has no operation of it in flight, and waits for
     the next.
 
@@ -170,7 +178,6 @@ class WorkerStopped:
     worker that is told to leave a generation that it never entered answers all the same.
     """
 
-    worker: WorkerId
     generation: int
     position: TrainingPosition
     has_state: bool
@@ -194,12 +201,11 @@ class WorkerStopped:
 
 
 @dataclass(frozen=True, slots=True)
-class HeartbeatReceived:
+class HeartbeatReceived(WorkerEvent):
     """A heartbeat. A sidecar process sends it, so it does not depend on the worker's Python
     threads.
     """
 
-    worker: WorkerId
     generation: int  # the last generation that the worker entered; 0: none yet
     step: int  # committed steps
     phase: str  # see `hang_detector.PHASE_ORDER`
@@ -216,12 +222,11 @@ class HeartbeatReceived:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerFinished:
+class WorkerFinished(WorkerEvent):
     """The train function returned after the run's last step. The worker stays and can still be a
     source.
     """
 
-    worker: WorkerId
     generation: int
     position: TrainingPosition
     digest: str  # SHA-256 of its final weights
@@ -231,14 +236,13 @@ class WorkerFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerFailed:
+class WorkerFailed(WorkerEvent):
     """User code raised or, if `facts` is set, the worker found that the job cannot continue.
 
     It ends the run, unless the budget for errors of user code allows another attempt. The worker
     repeats it until it is released.
     """
 
-    worker: WorkerId
     error: str  # one line
     traceback: str
     # the arguments of an error of this package, to create it again
@@ -256,13 +260,12 @@ class Cause(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLost:
+class WorkerLost(WorkerEvent):
     """The process has certainly ended and will never act again, also if it left as asked.
 
     It may be sent again when the cause is known.
     """
 
-    worker: WorkerId
     reason: str
     cause: Cause = Cause.UNKNOWN
     # (step, virtual worker) that the worker ran, if known
@@ -270,22 +273,20 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
-class StackTracesCaptured:
+class StackTracesCaptured(WorkerEvent):
     """The stack traces of a stuck worker, taken before it was killed. They have no effect."""
 
-    worker: WorkerId
     stacks: str
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerReported:
+class WorkerReported(WorkerEvent):
     """Answer to ReportState, for a controller that takes over; `asked` is that of the question.
 
     `signature` is None before the worker was ready. `generation` is 0 before it entered one.
     `stopped` says that the worker has left `generation` and waits; it will not resume there.
     """
 
-    worker: WorkerId
     generation: int
     position: TrainingPosition
     has_state: bool
@@ -297,25 +298,23 @@ class WorkerReported:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainNoticed:
+class DrainNoticed(WorkerEvent):
     """The worker's node will go away at `deadline` (same clock as `now`); None: the time is not
     known.
     """
 
-    worker: WorkerId
     deadline: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSlow:
+class WorkerSlow(WorkerEvent):
     """The worker has slowed the run down for so long that the job wants it to be replaced."""
 
-    worker: WorkerId
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class HeadDrainNoticed:
+class HeadDrainNoticed(Event):
     """The cluster's head node will go away at `deadline` (same clock as `now`), and the run's
     controller and driver with it; None: the time is not known.
     """
@@ -324,7 +323,7 @@ class HeadDrainNoticed:
 
 
 @dataclass(frozen=True, slots=True)
-class SizeRequested:
+class SizeRequested(Event):
     """An operator requests another number of workers, and optionally another minimum.
 
     `size` is within 1..virtual_workers, `min_workers` within 1..size.
@@ -335,7 +334,7 @@ class SizeRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class SizeLimited:
+class SizeLimited(Event):
     """Other runs of the cluster leave room for at most so many workers; None: as many as requested.
 
     The minimum is never limited.
@@ -346,7 +345,7 @@ class SizeLimited:
 
 
 @dataclass(frozen=True, slots=True)
-class StopRequested:
+class StopRequested(Event):
     """An operator, a time limit, or the job itself requests the end of the run after the next
     step.
     """
@@ -355,12 +354,12 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointRequested:
+class CheckpointRequested(Event):
     """An operator or the schedule requests a checkpoint of one of the next steps."""
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointCommitted:
+class CheckpointCommitted(Event):
     """The complete state after `step` is in the storage. `duration_s`: from the first member's
     snapshot to the commit; 0 if it is not known.
     """
@@ -370,7 +369,7 @@ class CheckpointCommitted:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointFound:
+class CheckpointFound(Event):
     """Answer to FindCheckpoint: the step of the newest committed checkpoint; None: there is
     none.
     """
@@ -379,77 +378,61 @@ class CheckpointFound:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationClaimed:
+class GenerationClaimed(Event):
     """This controller wrote the create-only key of `generation`."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationClaimLost:
+class GenerationClaimLost(Event):
     """Another controller owns `generation` and leads; this one must end itself."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class DeadlineReached:
+class DeadlineReached(Event):
     """Time has passed. It changes nothing before the coordinator's own deadline."""
 
-
-Event = (
-    WorkerStarted
-    | WorkerPlaced
-    | WorkerReady
-    | WorkerStopped
-    | HeartbeatReceived
-    | WorkerFinished
-    | WorkerFailed
-    | WorkerLost
-    | StackTracesCaptured
-    | WorkerReported
-    | DrainNoticed
-    | WorkerSlow
-    | HeadDrainNoticed
-    | SizeRequested
-    | SizeLimited
-    | StopRequested
-    | CheckpointRequested
-    | CheckpointCommitted
-    | CheckpointFound
-    | GenerationClaimed
-    | GenerationClaimLost
-    | DeadlineReached
-)
 
 # ---------------------------------------------------------------------------------------------
 # commands
 
 
 @dataclass(frozen=True, slots=True)
-class StartWorker:
-    """Ask the cluster for one more worker with this identity; it may stay pending for ever."""
+class Command:
+    """A request of the coordinator."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCommand(Command):
+    """A request that concerns one worker. The controller sends it there, unless it acts itself."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
-class BeginTraining:
+class StartWorker(WorkerCommand):
+    """Ask the cluster for one more worker with this identity; it may stay pending for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeginTraining(WorkerCommand):
     """Run the train function. `is_source`: the initial weights of this worker count."""
 
-    worker: WorkerId
     is_source: bool
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimGeneration:
+class ClaimGeneration(Command):
     """Create the key of `generation`, which must not exist yet."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class FindCheckpoint:
+class FindCheckpoint(Command):
     """Look for the newest committed checkpoint, however long the storage takes: no worker has the
     state.
 
@@ -460,14 +443,14 @@ class FindCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class FormGeneration:
+class FormGeneration(Command):
     """To every member: form the process group of `membership`, transfer state, and train."""
 
     membership: Membership
 
 
 @dataclass(frozen=True, slots=True)
-class PrepareGroup:
+class PrepareGroup(Command):
     """To every one of `workers`: connect as the process group of `generation`, in the background.
 
     The workers will most likely be its members, by rank, and may still be in the generation before.
@@ -482,29 +465,27 @@ class PrepareGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class EndGeneration:
+class EndGeneration(WorkerCommand):
     """Planned end: leave after `after_step` or, if that has passed, at the next boundary.
 
     If it is sent more than once, the smallest `after_step` counts.
     """
 
-    worker: WorkerId
     generation: int
     after_step: int
 
 
 @dataclass(frozen=True, slots=True)
-class AbortGeneration:
+class AbortGeneration(WorkerCommand):
     """Unplanned end: leave `generation` and every earlier one now, roll back, and answer
     WorkerStopped.
     """
 
-    worker: WorkerId
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class RenewLease:
+class RenewLease(WorkerCommand):
     """Answer to a heartbeat: a controller still leads. A worker without an answer for `lease_s`
     stops.
 
@@ -512,72 +493,62 @@ class RenewLease:
     answer: a delayed answer must not prolong the life of an evicted worker.
     """
 
-    worker: WorkerId
     beat: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseWorker:
+class ReleaseWorker(WorkerCommand):
     """Unwind the train function and exit."""
 
-    worker: WorkerId
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class EvictWorker:
+class EvictWorker(WorkerCommand):
     """Kill the process: it is frozen, stuck, unknown, or did not leave when released."""
 
-    worker: WorkerId
     reason: str
     stuck: bool = False  # capture its stack traces first
 
 
 @dataclass(frozen=True, slots=True)
-class AvoidNode:
+class AvoidNode(WorkerCommand):
     """Start no worker on the node of `worker` for a while, if another node could hold it."""
-
-    worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
-class StopTraining:
+class StopTraining(WorkerCommand):
     """End the run: the worker sets the stop flag in the header of its next step."""
 
-    worker: WorkerId
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class TakeCheckpoint:
+class TakeCheckpoint(WorkerCommand):
     """Make a checkpoint of the next step: the worker asks all members in that step's header."""
-
-    worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
-class WriteDrainCheckpoint:
+class WriteDrainCheckpoint(WorkerCommand):
     """Out of `generation` and at the head of the loop: write a checkpoint of the state that you
     hold.
 
     `writers` hold the same state and share the writing.
     """
 
-    worker: WorkerId
     generation: int
     writers: tuple[WorkerId, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class ReportState:
+class ReportState(WorkerCommand):
     """Answer with WorkerReported. `asked` is a number that grows with each claimed generation."""
 
-    worker: WorkerId
     asked: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class FinishRun:
+class FinishRun(Command):
     """Every member finished: record the result."""
 
     position: TrainingPosition
@@ -587,7 +558,7 @@ class FinishRun:
 
 
 @dataclass(frozen=True, slots=True)
-class FailRun:
+class FailRun(Command):
     """The run cannot continue. `worker` and `facts` are those of the WorkerFailed that is the
     cause, if any.
     """
@@ -599,38 +570,14 @@ class FailRun:
 
 
 @dataclass(frozen=True, slots=True)
-class StandDown:
+class StandDown(Command):
     """Another controller leads: end this controller, and leave all workers alone."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Explain:
+class Explain(Command):
     """A decision and its reason, in words for users; the controller logs it."""
 
     text: str
-
-
-Command = (
-    StartWorker
-    | BeginTraining
-    | ClaimGeneration
-    | FindCheckpoint
-    | FormGeneration
-    | PrepareGroup
-    | EndGeneration
-    | AbortGeneration
-    | RenewLease
-    | ReleaseWorker
-    | EvictWorker
-    | AvoidNode
-    | StopTraining
-    | TakeCheckpoint
-    | WriteDrainCheckpoint
-    | ReportState
-    | FinishRun
-    | FailRun
-    | StandDown
-    | Explain
-)

@@ -526,10 +526,8 @@ class Controller:
             case m.BeginTraining(worker=worker):
                 self.exits.begun.add(worker)
                 return partial(send, [worker], command)
-            case m.Explain():
-                pass
-            case _:
-                return partial(send, [command.worker], command)
+            case m.WorkerCommand(worker=worker):
+                return partial(send, [worker], command)
         return None
 
     # ------------------------------------------------------------------ the thread of commands
