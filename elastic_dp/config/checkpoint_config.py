@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from elastic_dp.config.field_checks import at_least, one_of, whole_number
+from elastic_dp.config.field_checks import check_fields
 from elastic_dp.config.removed_names import refuses_removed_names
 
 
@@ -39,16 +39,7 @@ class CheckpointConfig:
     checkpoint_score_order: Literal["max", "min"] = "max"
 
     def __post_init__(self) -> None:
-        whole_number("CheckpointConfig.every_steps", self.every_steps, 1)
-        if isinstance(self.every_s, str):
-            one_of("CheckpointConfig.every_s", self.every_s, ("auto",))
-        else:
-            at_least("CheckpointConfig.every_s", self.every_s, 1e-3)
-        whole_number("CheckpointConfig.num_to_keep", self.num_to_keep, 1)
-        whole_number("CheckpointConfig.keep_every", self.keep_every, 1)
-        one_of(
-            "CheckpointConfig.checkpoint_score_order", self.checkpoint_score_order, ("max", "min")
-        )
+        check_fields(self, every_steps=1, every_s=1e-3, num_to_keep=1, keep_every=1)
 
     @property
     def enabled(self) -> bool:

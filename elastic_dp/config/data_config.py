@@ -7,13 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from elastic_dp.config.field_checks import (
-    boolean,
-    callable_or_none,
-    none_only_by_default,
-    one_of,
-    whole_number,
-)
+from elastic_dp.config.field_checks import check_fields
 from elastic_dp.config.removed_names import REMOVED_AUDIO, refuses_removed_names
 from elastic_dp.config.source_weights import Weights, sources_of, weights_by_step
 from elastic_dp.errors import SpecError
@@ -34,14 +28,12 @@ class _Order:
     seed: int = 0
     tail: Literal["drop", "short"] = "drop"
 
-    def _check(self, owner: str) -> None:
-        none_only_by_default(owner, self)
+    def _check(self, **least: float) -> None:
         if self.micro_batch_size is None:
-            raise SpecError(f"{owner}.micro_batch_size is None, must be a whole number")
-        whole_number(f"{owner}.micro_batch_size", self.micro_batch_size, 1)
-        whole_number(f"{owner}.epochs", self.epochs, 1)
-        whole_number(f"{owner}.seed", self.seed, 0)
-        one_of(f"{owner}.tail", self.tail, ("drop", "short"))
+            raise SpecError(
+                f"{type(self).__name__}.micro_batch_size is None, must be a whole number"
+            )
+        check_fields(self, micro_batch_size=1, epochs=1, seed=0, workers=0, **least)
 
 
 @refuses_removed_names
@@ -105,7 +97,7 @@ class DataConfig(_Order):
     storage_options: Mapping[str, Any] | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
-        self._check("DataConfig")
+        self._check(memory_bytes=1 << 20, cache_bytes=1 << 20, pack=1)
         for name in ("url", "cache_dir"):
             if hasattr(given := getattr(self, name), "__fspath__"):  # a pathlib.Path
                 object.__setattr__(self, name, given.__fspath__())
@@ -135,13 +127,8 @@ class DataConfig(_Order):
                 f"DataConfig.tail is {self.tail!r}, and url has weights: a source begins again "
                 "when its rows end, so that no global batch is short; leave tail out"
             )
-        callable_or_none("DataConfig.transform", self.transform)
-        callable_or_none("DataConfig.collate_fn", self.collate_fn)
-        one_of("DataConfig.shuffle", self.shuffle, ("none", "rows", "full"))
-        if type(self.max_bad_fraction) not in (int, float) or not 0 <= self.max_bad_fraction <= 1:
+        if not 0 <= self.max_bad_fraction <= 1:
             raise SpecError(f"DataConfig.max_bad_fraction is {self.max_bad_fraction!r}, not 0 to 1")
-        whole_number("DataConfig.workers", self.workers, 0)
-        whole_number("DataConfig.memory_bytes", self.memory_bytes, 1 << 20)
         self._check_cache()
         if self.columns is not None and (isinstance(self.columns, str) or not self.columns):
             raise SpecError("DataConfig.columns must be a list of one column name or more, or None")
@@ -180,7 +167,6 @@ class DataConfig(_Order):
                 f"DataConfig.cache_dir is {given!r}, must be the absolute path of a "
                 "folder on the machines of the workers"
             )
-        whole_number("DataConfig.cache_bytes", self.cache_bytes, 1 << 20)
         if (self.cache_dir is None) != (self.cache_bytes is None):
             alone = "cache_bytes" if self.cache_dir is None else "cache_dir"
             raise SpecError(
@@ -189,7 +175,6 @@ class DataConfig(_Order):
             )
 
     def _check_pack(self) -> None:
-        whole_number("DataConfig.pack", self.pack, 1)
         if self.pack is not None and self.pack > _MOST_TOKENS:
             raise SpecError(
                 f"DataConfig.pack is {self.pack}, must be at most {_MOST_TOKENS}, the largest "
@@ -272,12 +257,9 @@ class MapStyleData(_Order):
     fingerprint: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
-        self._check("MapStyleData")
-        callable_or_none("MapStyleData.collate_fn", self.collate_fn)
-        boolean("MapStyleData.shuffle", self.shuffle)
+        self._check()
         if not isinstance(self.fingerprint, str):
             raise SpecError(f"MapStyleData.fingerprint is {self.fingerprint!r}, must be a string")
-        whole_number("MapStyleData.workers", self.workers, 0)
         data = self.dataset
         if isinstance(data, str) or (isinstance(data, Mapping) and {*data} != {*range(len(data))}):
             raise SpecError(

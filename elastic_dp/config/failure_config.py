@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_dp.config.field_checks import at_least, none_only_by_default, whole_number
+from elastic_dp.config.field_checks import check_fields
 from elastic_dp.config.removed_names import refuses_removed_names
 from elastic_dp.errors import SpecError
 
-_LEAST_S = {
-    **dict.fromkeys(("heartbeat_timeout_s", "forming_timeout_s", "orphan_timeout_s"), 0.1),
-    **{"hang_timeout_s": 1.0, "run_lease_s": 0.5},
-    "storage_timeout_s": 0.0,
-    "replace_slow": 1.0,
-}
 _LEAST = {
+    **dict.fromkeys(("heartbeat_timeout_s", "forming_timeout_s", "orphan_timeout_s"), 0.1),
+    **{"hang_timeout_s": 1.0, "run_lease_s": 0.5, "storage_timeout_s": 0.0, "replace_slow": 1.0},
     **{"compare_weights_every": 1, "max_losses_without_progress": 1, "max_user_errors": 0},
 }
 
@@ -40,9 +36,7 @@ class Rewind:
     at_most: int = 3
 
     def __post_init__(self) -> None:
-        at_least("Rewind.factor", self.factor, 1.0)
-        for name, least in {"window": 1, "before": 0, "after": 0, "at_most": 1}.items():
-            whole_number(f"Rewind.{name}", getattr(self, name), least)
+        check_fields(self, factor=1.0, window=1, before=0, after=0, at_most=1)
 
 
 @refuses_removed_names
@@ -98,15 +92,11 @@ class FailureConfig:
     orphan_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        none_only_by_default("FailureConfig", self)
+        check_fields(self, **_LEAST)
         if not isinstance(self.on_spike, Rewind | None):
             raise SpecError(
                 f"FailureConfig.on_spike is a {type(self.on_spike).__name__}, must be a Rewind"
             )
-        for name, least_s in _LEAST_S.items():
-            at_least(f"FailureConfig.{name}", getattr(self, name), least_s)
-        for name, least in _LEAST.items():
-            whole_number(f"FailureConfig.{name}", getattr(self, name), least)
         if self.orphan_timeout < self.lease:
             raise SpecError(
                 f"FailureConfig.orphan_timeout_s is {self.orphan_timeout_s}, less than the lease "

@@ -9,11 +9,39 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from elastic_dp.errors import SpecError
+
+
+def check_fields(config: Any, **least: float) -> None:
+    """Check each field by its type: `bool`, `int`, `float`, `Literal`, a function, or None where
+    that is its default. `least`: by name, of numbers that have a least value. Fields of other types
+    are not checked here.
+    """
+    hints = get_type_hints(type(config))
+    for field in fields(config):
+        name, value = f"{type(config).__name__}.{field.name}", getattr(config, field.name)
+        hint: Any = hints[field.name]
+        kinds = hint, *get_args(hint)  # those of a union
+        generics: list[Any] = [get_origin(kind) for kind in kinds]
+        if value is None and field.default not in (None, MISSING):
+            raise SpecError(f"{name} is None; leave it out for {field.default!r}")
+        if value is None or Mapping in generics:
+            continue
+        words = [w for kind in kinds if get_origin(kind) is Literal for w in get_args(kind)]
+        if words and (isinstance(value, str) or not {int, float} & {*kinds}):
+            one_of(name, value, words)
+        elif kinds == (bool,) and not isinstance(value, bool):
+            raise SpecError(f"{name} is {value!r}, must be True or False")
+        elif int in kinds:
+            whole_number(name, value, least.get(field.name, -math.inf))
+        elif float in kinds:
+            at_least(name, value, least.get(field.name, -math.inf))
+        elif Callable in generics and not callable(value):
+            raise SpecError(f"{name} is {value!r}, must be a function, or None")
 
 
 def at_least(name: str, value: float | None, minimum: float) -> None:
@@ -35,7 +63,7 @@ def _is_finite(value: float) -> bool:
         return False
 
 
-def whole_number(name: str, value: int | None, minimum: int) -> None:
+def whole_number(name: str, value: int | None, minimum: float) -> None:
     """Check that the value is None or an integer >= `minimum`."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
         raise SpecError(f"{name} is {value!r}, must be a whole number")
@@ -55,25 +83,6 @@ def valid_labels(names: Any) -> bool:
     pattern = r"[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
     is_list = isinstance(names, Sequence) and not isinstance(names, str)
     return is_list and all(isinstance(x, str) and re.fullmatch(pattern, x) for x in names)
-
-
-def boolean(name: str, value: bool) -> None:
-    """Check that the value is a bool."""
-    if not isinstance(value, bool):
-        raise SpecError(f"{name} is {value!r}, must be True or False")
-
-
-def callable_or_none(name: str, value: Any) -> None:
-    """Check that the value is None or callable."""
-    if value is not None and not callable(value):
-        raise SpecError(f"{name} is {value!r}, must be a function, or None")
-
-
-def none_only_by_default(owner: str, config: Any) -> None:
-    """Check that a field is None only if None is its default, or its own check accepts it."""
-    for x in fields(config):
-        if getattr(config, x.name) is None and x.default is not None and x.default is not MISSING:
-            raise SpecError(f"{owner}.{x.name} is None; leave it out for {x.default!r}")
 
 
 def check_rewind(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from elastic_dp.config.checkpoint_config import CheckpointConfig
 from elastic_dp.config.data_config import DataConfig, MapStyleData
 from elastic_dp.config.failure_config import FailureConfig
-from elastic_dp.config.field_checks import at_least, boolean, one_of, whole_number
+from elastic_dp.config.field_checks import at_least, one_of, whole_number
 from elastic_dp.config.scaling_config import ScalingConfig
 from elastic_dp.config.schedules import by_step, check_schedule
 from elastic_dp.errors import SpecError
@@ -98,7 +98,8 @@ class JobSpec:
                 names = [kind.__name__ for kind in kinds]
                 must = " or ".join(f"{'an' if n[0] in 'AEIOU' else 'a'} {n}" for n in names)
                 raise SpecError(f"{name} is a {type(value).__name__}, must be {must}")
-        boolean("exact", self.exact)
+        if not isinstance(self.exact, bool):
+            raise SpecError(f"exact is {self.exact!r}, must be True or False")
         one_of("wire", self.wire, (None, "bf16", "int8"))
         one_of("sharding", self.sharding, (None, "optimizer"))
         check_schedule("staleness", self.staleness, "as in {0: 0, 2000: 1}", _check_delay)

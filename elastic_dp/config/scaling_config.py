@@ -7,13 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from elastic_dp.config.field_checks import (
-    at_least,
-    none_only_by_default,
-    one_of,
-    valid_labels,
-    whole_number,
-)
+from elastic_dp.config.field_checks import at_least, check_fields, valid_labels
 from elastic_dp.config.removed_names import refuses_removed_names
 from elastic_dp.config.schedules import by_step, check_virtual_workers
 from elastic_dp.errors import SpecError
@@ -27,10 +21,10 @@ def label_values(wanted: str) -> list[str]:
     return [value.strip() for value in values.split(",")]
 
 
-_LEAST = {
-    **dict.fromkeys(("min_workers", "max_workers", "threads_per_worker"), 1),
-    **{"processes_per_worker": 1, "nodes_per_worker": 1, "standby": 0},
-}
+_AT_LEAST_ONE = (
+    *("min_workers", "max_workers", "threads_per_worker"),
+    *("processes_per_worker", "nodes_per_worker"),
+)
 
 
 @refuses_removed_names
@@ -86,23 +80,13 @@ class ScalingConfig:
     priority: int = 0
 
     def __post_init__(self) -> None:
-        none_only_by_default("ScalingConfig", self)
+        check_fields(self, standby=0, stabilization_s=0.0, **dict.fromkeys(_AT_LEAST_ONE, 1))
         if not isinstance(self.resources_per_worker, Mapping):
             raise SpecError(
                 f"ScalingConfig.resources_per_worker is {self.resources_per_worker!r}, must "
                 'be a dict of amounts, such as {"CPU": 1}'
             )
-        for name, least in _LEAST.items():
-            whole_number(f"ScalingConfig.{name}", getattr(self, name), least)
         check_virtual_workers(self.virtual_workers, "ScalingConfig.virtual_workers")
-        at_least("ScalingConfig.stabilization_s", self.stabilization_s, 0.0)
-        one_of("ScalingConfig.market", self.market, ("any", "spot", "on-demand", "spot-first"))
-        one_of("ScalingConfig.balance", self.balance, ("equal", "measured"))
-        if not isinstance(self.priority, int) or isinstance(self.priority, bool):
-            raise SpecError(
-                f"ScalingConfig.priority is {self.priority!r}, must be a whole number; "
-                "a higher one comes first"
-            )
         self._check_label_selector()
         if self.min_workers > self.max_workers:
             raise SpecError(
