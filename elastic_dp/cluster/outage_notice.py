@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
+from elastic_dp.threads import background
+
 T = TypeVar("T")
 _SAY_AFTER_S = 10.0  # a head node that restarts is back by then
 _SAY_AGAIN_S = 600.0
@@ -55,6 +57,20 @@ class OutageNotice:
             if gives_up is not None and gives_up.is_set():
                 return None
             time.sleep(_RETRY_S)
+
+    def watch(
+        self, every_s: float, ended: threading.Event, *calls: Callable[[], object]
+    ) -> threading.Thread:
+        """Start a thread that attempts these calls at intervals, until it has `ended`."""
+
+        def run() -> None:
+            while not ended.wait(every_s):
+                for call in calls:
+                    self.attempt(call)
+
+        thread = background(self._what, run)
+        thread.start()
+        return thread
 
     def _failed(self, error: Exception) -> None:
         now, since = self._clock(), self._since

@@ -71,14 +71,12 @@ def fails(*_, **__):
 
 
 def watches_drains(rounds, say):
-    watcher = DrainWatcher(fails, dict, str, print, say)
-    watcher._closed = rounds
-    watcher._watch()
+    DrainWatcher(fails, dict, str, print, say).start(rounds).join()
 
 
 def watches_capacity(rounds, say):
     group = SimpleNamespace(withdraw_waiting_needlessly=fails)
-    CapacityMonitor(ScalingConfig(), group, fails, say)._watch(rounds)
+    CapacityMonitor(ScalingConfig(), group, fails, say).start(rounds).join()
 
 
 def sharing(say):

@@ -22,7 +22,6 @@ from elastic_dp.cluster.ray.node_avoidance import can_hold
 from elastic_dp.cluster.ray.ray_worker_group import RayWorkerGroup
 from elastic_dp.config import ScalingConfig
 from elastic_dp.coordinator.messages import WorkerId
-from elastic_dp.threads import background
 from elastic_dp.wording import counted
 
 _CHECK_EVERY_S = 5.0
@@ -57,16 +56,11 @@ class CapacityMonitor:
         self.waits_for = ""
         self._said: set[str] = set()
 
-    def start(self, ended: threading.Event) -> None:
+    def start(self, ended: threading.Event) -> threading.Thread:
         """Watch until the run has `ended`."""
-        background("capacity", lambda: self._watch(ended)).start()
-
-    def _watch(self, ended: threading.Event) -> None:
         notice = OutageNotice("the search for what workers wait for", self._say)
-        while not ended.wait(_CHECK_EVERY_S):
-            notice.attempt(self._worker_group.withdraw_waiting_needlessly)
-            notice.attempt(self.look)
-            notice.attempt(self._refill)
+        withdraw = self._worker_group.withdraw_waiting_needlessly
+        return notice.watch(_CHECK_EVERY_S, ended, withdraw, self.look, self._refill)
 
     def _refill(self) -> None:
         self._worker_group.warm_processes.refill(self._worker_group.nodes(), self._stages())

@@ -19,7 +19,7 @@ import cloudpickle
 import ray
 
 from elastic_dp.cluster.controller.controller import Controller
-from elastic_dp.cluster.metrics_exporter import MetricsExporter
+from elastic_dp.cluster.metrics_exporter import export_metrics
 from elastic_dp.cluster.outage_notice import OutageNotice
 from elastic_dp.cluster.ray import private
 from elastic_dp.cluster.ray.capacity_monitor import CapacityMonitor
@@ -92,7 +92,7 @@ class ControllerActor:
         )
         self._handle = ray.get_runtime_context().current_actor
         self._worker_group = RayWorkerGroup(worker_job, self._spec, self._controller, self._handle)
-        self._drain_watcher = DrainWatcher(
+        drain_watcher = DrainWatcher(
             private.draining_nodes,
             self._worker_group.all_nodes,
             private.head_node,
@@ -121,8 +121,8 @@ class ControllerActor:
         gc.freeze()
         background("controller", self._lead, self._controller.broke).start()
         self._capacity_monitor.start(self._controller.ended)
-        self._drain_watcher.start()
-        MetricsExporter(self._controller, self._spec.name).start()
+        drain_watcher.start(self._controller.ended)
+        background("metrics", partial(export_metrics, self._controller, self._spec.name)).start()
 
     @ray.method(concurrency_group="events")
     def about(self) -> tuple[JobSpec, str, bool]:
@@ -230,7 +230,6 @@ class ControllerActor:
         self._controller.lead(self._found())
         if self._controller.superseded:
             os._exit(1)  # the run's workers, lease, record and name belong to another controller
-        self._drain_watcher.close()
         time.sleep(_KEPT_S)
         forget(self._run)
         ray.kill(self._handle)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 from elastic_dp.cluster.outage_notice import OutageNotice
 from elastic_dp.coordinator.messages import DrainNoticed, HeadDrainNoticed, WorkerId
-from elastic_dp.threads import background
 
 _EVERY_S = 0.5
 
@@ -42,14 +41,10 @@ class DrainWatcher:
         self._draining, self._nodes, self._head, self._post = draining, nodes, head, post
         self._told_of_head: int | None = None
         self._told: dict[tuple[WorkerId, str], int] = {}
-        self._closed = threading.Event()
-        self._thread = background("notices", self._watch)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        self._closed.set()
+    def start(self, ended: threading.Event) -> threading.Thread:
+        """Watch until the run has `ended`."""
+        return self._notice.watch(_EVERY_S, ended, lambda: self.poll(time.monotonic(), time.time()))
 
     def poll(self, now: float, wall: float) -> None:
         """Look once. `now` is of the clock of the controller's deadlines (monotonic), `wall` of the
@@ -71,7 +66,3 @@ class DrainWatcher:
             if deadline_ms is not None and self._told.get((worker, node)) != deadline_ms:
                 self._told[worker, node] = deadline_ms
                 self._post(DrainNoticed(worker, at(deadline_ms)))
-
-    def _watch(self) -> None:
-        while not self._closed.wait(_EVERY_S):
-            self._notice.attempt(lambda: self.poll(time.monotonic(), time.time()))
