@@ -46,10 +46,10 @@ from elastic_dp.distributed.device_connection import ABORT_LIMIT_S
 from elastic_dp.distributed.nccl_environment import set_nccl_environment
 from elastic_dp.run_record import RunOutcome
 from elastic_dp.testing.process_worker_group import ProcessRun
-from elastic_dp.testing.simulated_device import SimulatedAccelerator, SimulatedDevice
 from elastic_dp.train.exactness.machine_kind import machine_kind
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.local_run import LocalRun
+from tests.kit.simulated_device import SimulatedAccelerator, SimulatedDevice
 
 VIRTUAL_WORKERS = 8
 CONNECTING_S = 50.0
@@ -291,7 +291,9 @@ def group(
     shares_gpu: bool = False,
 ) -> Ended:
     """How a run on processes ended. `act`: called while it runs. `shares_gpu`: see `WorkerJob`."""
-    how: dict[str, Any] = {"url": url, "device": device, "shares_gpu": shares_gpu}
+    how: dict[str, Any] = {"url": url, "shares_gpu": shares_gpu}
+    if device is not None:
+        how["host_of"] = device.host_of
     with ProcessRun(spec, train, faults=tuple(faults), **how) as run:
         act(run)
         outcome = run.wait(spec.config["wait_s"])

@@ -19,9 +19,9 @@ from elastic_dp.data import open_data
 from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.run_record import RunOutcome
 from elastic_dp.testing.process_worker_group import ProcessRun, preload
-from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.local_run import LocalRun
+from tests.kit.simulated_device import SimulatedDevice
 from tests.patience import eventually
 from tests.short_plans import short_plans
 
@@ -119,8 +119,10 @@ def group(
     `where`: see `ProcessRun`."""
     if device is None and os.environ.get("ELASTIC_DP_SIMULATED_DEVICE"):
         device = SimulatedDevice()
+    if device is not None:
+        where["host_of"] = device.host_of
     with ProcessRun(
-        spec, train, faults=faults, index=index, url=url, device=device, location=location, **where
+        spec, train, faults=faults, index=index, url=url, location=location, **where
     ) as run:
         for step, action in script:
             eventually(lambda s=step: reached(run, s), run.controller.status)

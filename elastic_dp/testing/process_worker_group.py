@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.cluster.runs.controller_state import ControllerStateStore
@@ -45,17 +45,14 @@ from elastic_dp.coordinator.messages import (
     WorkerLost,
     WorkerPlaced,
 )
-from elastic_dp.device.accelerator import install
 from elastic_dp.errors import ClusterError
 from elastic_dp.module_pickling import pickle_by_value
 from elastic_dp.run_record import RunOutcome
 from elastic_dp.telemetry.journal import Journal
-from elastic_dp.testing.simulated_device import SimulatedAccelerator, SimulatedDevice
 from elastic_dp.threads import background
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.log_sender import MessageLink
 
-_HOST = "127.0.0.1"
 _context = multiprocessing.get_context("forkserver")
 # The first optimizer of a process imports torch._dynamo, which takes a second.
 _preloaded = ["elastic_dp.cluster.worker", __name__, "torch._dynamo"]
@@ -74,25 +71,18 @@ def preload(*modules: str, first: bool = False) -> None:
     _context.set_forkserver_preload([*_preloaded, _LAST])
 
 
-class Host(Protocol):
-    """A network of this machine, such as a network namespace."""
+class Host:
+    """Where a process of a worker runs: this machine. A test may have a network namespace, or a
+    device, in its place."""
 
-    @property
-    def address(self) -> str: ...
+    address = "127.0.0.1"
 
     def enter(self) -> None:
         """This thread, and what it starts, is on this host from now on."""
 
 
-class _ThisMachine(Host):
-    address = _HOST
-
-    def enter(self) -> None:
-        pass
-
-
 def _this_machine(worker: WorkerId, node: int) -> Host:
-    return _ThisMachine()
+    return Host()
 
 
 class ProcessWorkerGroup:
@@ -102,13 +92,12 @@ class ProcessWorkerGroup:
         self,
         job: WorkerJob,
         controller: Controller,
-        limit: int | None = None,
-        device: SimulatedDevice | None = None,
-        location: Callable[[WorkerId], WorkerLocation] | None = None,
-        host_of: Callable[[WorkerId, int], Host] = _this_machine,
+        limit: int | None,
+        location: Callable[[WorkerId], WorkerLocation] | None,
+        host_of: Callable[[WorkerId, int], Host],
     ) -> None:
         """`host_of` takes a worker and the number of one of its nodes."""
-        self._job, self._controller, self._device = job, controller, device
+        self._job, self._controller = job, controller
         self.limit, self._location, self._host_of = limit, location, host_of
         self._lock = threading.Lock()
         self._pipes: dict[WorkerId, Connection] = {}
@@ -182,7 +171,7 @@ class ProcessWorkerGroup:
             followers = self._start_followers(worker, listener)
             process = _context.Process(
                 target=_main,
-                args=(worker, self._job, theirs, self._device, followers, host, listener),
+                args=(worker, self._job, theirs, followers, host, listener),
                 daemon=True,
             )
             process.start()
@@ -208,7 +197,7 @@ class ProcessWorkerGroup:
             leader = theirs if listener is None or number < on_a_node else listener.getsockname()
             process = _context.Process(
                 target=_follow,
-                args=(worker, number, self._job, leader, self._device, host),
+                args=(worker, number, self._job, leader, host),
                 daemon=True,
             )
             process.start()
@@ -260,14 +249,11 @@ def _main(
     identity: WorkerId,
     job: WorkerJob,
     pipe: Connection,
-    device: SimulatedDevice | None,
     followers: Sequence[FollowerProcess],
     host: Host,
     listener: socket.socket | None,
 ) -> None:
     host.enter()
-    if device is not None:
-        install(SimulatedAccelerator(device))
     if job.url is not None:  # output is copied to the run's folder
         print_to_file()
         print_whatever_fits()
@@ -298,12 +284,9 @@ def _follow(
     number: int,
     job: WorkerJob,
     leader: Connection | tuple[str, int],
-    device: SimulatedDevice | None,
     host: Host,
 ) -> None:
     host.enter()
-    if device is not None:
-        install(SimulatedAccelerator(device))
     given = job.pickled, job.index, job.secret, job.faults, host.address, job.shares_gpu
     connection: Any = leader
     if not isinstance(leader, Connection):
@@ -334,11 +317,11 @@ class ProcessRun:
     """A whole run on plain processes: `with ProcessRun(spec, train) as run: run.wait()`.
 
     `faults` are injected into the workers, `limit` is the number of processes, `url` the run's
-    folder (None: no checkpoints). `check` is called by the controller. `device`: the workers
-    compute on a simulated device. `shares_gpu`: see `WorkerJob`; on a machine with a GPU, all
-    processes have its first one. `location`: where each worker claims to run. `address`: where
-    workers find the controller. `host_of`: the host of each node of each worker, if not this one.
-    `state_store`: of the controller.
+    folder (None: no checkpoints). `check` is called by the controller. `shares_gpu`: see
+    `WorkerJob`; on a machine with a GPU, all processes have its first one. `location`: where each
+    worker claims to run. `address`: where workers find the controller. `host_of`: where the
+    processes of a worker run, by the worker and the number of its node. `state_store`: of the
+    controller.
     """
 
     def __init__(
@@ -352,10 +335,9 @@ class ProcessRun:
         journal: Journal | None = None,
         url: str | None = None,
         check: Callable[[], None] = lambda: None,
-        device: SimulatedDevice | None = None,
         shares_gpu: bool = False,
         location: Callable[[WorkerId], WorkerLocation] | None = None,
-        address: str = _HOST,
+        address: str = Host.address,
         host_of: Callable[[WorkerId, int], Host] = _this_machine,
         state_store: ControllerStateStore | None = None,
     ) -> None:
@@ -384,8 +366,7 @@ class ProcessRun:
             spec.scaling.nodes_per_worker,
             shares_gpu,
         )
-        where = location, host_of
-        self.worker_group = ProcessWorkerGroup(job, self.controller, limit, device, *where)
+        self.worker_group = ProcessWorkerGroup(job, self.controller, limit, location, host_of)
 
     def __enter__(self) -> ProcessRun:
         self.controller.open(self.worker_group)

@@ -6,7 +6,7 @@ import types
 import torch
 
 from elastic_dp.device.graph_replay import begin_graph_iteration, graphs_are_replayed
-from elastic_dp.testing.simulated_device import SimulatedDevice
+from tests.kit.simulated_device import SimulatedDevice
 from tests.runs import group, lines_of, local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from elastic_dp.testing.simulated_device import ReadBeforeEvent, SimulatedAccelerator
+from tests.kit.simulated_device import ReadBeforeEvent, SimulatedAccelerator
 from tests.patience import eventually
 
 

@@ -3,7 +3,7 @@
 import threading
 
 from elastic_dp.distributed.device_connection import DeviceConnection
-from elastic_dp.testing.simulated_device import SimulatedAccelerator
+from tests.kit.simulated_device import SimulatedAccelerator
 from tests.patience import PATIENCE_S
 
 

@@ -9,8 +9,8 @@ from elastic_dp.device.accelerator import install
 from elastic_dp.distributed import abandoned_groups
 from elastic_dp.distributed.process_group import connect_devices
 from elastic_dp.distributed.reduction_tree import fold
-from elastic_dp.testing.simulated_device import SimulatedAccelerator
 from tests.distributed.meeting import CPU, InMemory, form
+from tests.kit.simulated_device import SimulatedAccelerator
 from tests.patience import PATIENCE_S
 
 

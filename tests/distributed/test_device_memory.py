@@ -12,11 +12,11 @@ from elastic_dp.distributed import abandoned_groups, device_transport
 from elastic_dp.distributed.device_connection import DeviceConnection
 from elastic_dp.distributed.device_transport import DeviceTransport, StagingMemory
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.testing.simulated_device import SimulatedAccelerator, SimulatedCommunicator
 from tests.distributed.meeting import CPU
 from tests.distributed.members import of_each_on_devices as of_each
 from tests.distributed.members import transport_of
 from tests.distributed.test_device_transport import steps_of, switch
+from tests.kit.simulated_device import SimulatedAccelerator, SimulatedCommunicator
 from tests.patience import PATIENCE_S, eventually
 
 SHARES = [(0, 2), (2, 4)]

@@ -13,12 +13,12 @@ from elastic_dp.distributed import device_connection, device_transport
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import ProcessGroup, RecordGather
 from elastic_dp.errors import CollectiveFailed, GroupAborted
-from elastic_dp.testing.simulated_device import ReadBeforeEvent, SimulatedDevice
 from elastic_dp.train.generations.worker_control import WorkerControl
 from tests.distributed.hanging_device import Keys, OfHanging, connection
 from tests.distributed.meeting import CPU
 from tests.distributed.members import _dropped_here, run_and_send, transport_of  # noqa: F401
 from tests.distributed.members import of_each_on_devices as of_each
+from tests.kit.simulated_device import ReadBeforeEvent, SimulatedDevice
 from tests.patience import PATIENCE_S, eventually
 
 

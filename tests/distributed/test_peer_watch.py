@@ -10,11 +10,11 @@ import torch.distributed as dist
 from elastic_dp.device.accelerator import install
 from elastic_dp.distributed.process_group import connect_devices
 from elastic_dp.errors import CollectiveFailed
-from elastic_dp.testing.simulated_device import SimulatedAccelerator
 from tests.distributed.meeting import OverTcp, form
 from tests.distributed.members import of_each_on_devices as of_each
 from tests.distributed.members import transport_of
 from tests.distributed.test_device_transport import switch
+from tests.kit.simulated_device import SimulatedAccelerator
 from tests.patience import PATIENCE_S, eventually
 
 

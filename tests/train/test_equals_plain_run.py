@@ -14,8 +14,8 @@ import pytest
 
 from elastic_dp.config import CheckpointConfig, JobSpec
 from elastic_dp.coordinator.messages import WorkerLocation
-from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
+from tests.kit.simulated_device import SimulatedDevice
 from tests.runs import formed_of, group, lines_of, local, never_put_off, resize, spec_of
 from tests.train import (
     test_kills,

@@ -14,12 +14,12 @@ from elastic_dp.distributed.local_shards import local_of, whole_of
 from elastic_dp.errors import ClusterError, ModelError
 from elastic_dp.extensions.gangs import check_gang, gang_mesh
 from elastic_dp.extensions.gangs.gang_mesh import kind_of_gang
-from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.gang import Gang
 from elastic_dp.train.state.train_state import TrainState
 from tests.device import fake_gpu
 from tests.imported_when_used import ImportedWhenUsed
+from tests.kit.simulated_device import SimulatedDevice
 from tests.runs import group, losses_of
 from tests.train.gang.jobs import gangs, trains
 from tests.train.gang.test_kills_of_processes import (

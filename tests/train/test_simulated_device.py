@@ -17,12 +17,12 @@ from elastic_dp.coordinator.messages import Cause, SizeRequested, StopRequested
 from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.distributed import abandoned_groups, device_connection
 from elastic_dp.distributed.device_transport import DeviceTransport
-from elastic_dp.testing.simulated_device import SimulatedCommunicator, SimulatedDevice
 from elastic_dp.train.fault_injection import HANDING_OVER, WorkerFault
 from elastic_dp.train.generations import generation_groups
 from elastic_dp.train.local_run import LocalRun
 from tests.cluster.test_budgets import is_first
 from tests.kit.again import again, slow
+from tests.kit.simulated_device import SimulatedCommunicator, SimulatedDevice
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import (
     ENDLESS,

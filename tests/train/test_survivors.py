@@ -12,9 +12,9 @@ from elastic_dp.coordinator.messages import DrainNoticed, StopRequested
 from elastic_dp.distributed import device_connection
 from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_reducer import GradientReducer
-from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.cluster.test_budgets import is_first
+from tests.kit.simulated_device import SimulatedDevice
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import ENDLESS, at_size, group, lines_of, local, resize, spec_of, texts_of
 from tests.train.jobs import plain

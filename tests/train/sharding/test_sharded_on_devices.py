@@ -12,12 +12,12 @@ import torch
 
 from elastic_dp.device.accelerator import install
 from elastic_dp.distributed.device_transport import DeviceTransport
-from elastic_dp.testing.simulated_device import SimulatedDevice
 from tests.checkpoint.states import memory_store
 from tests.device import fake_gpu
 from tests.distributed.members import of_each_on_devices as of_each
 from tests.distributed.test_device_transport import switch
 from tests.kit.again import again, slow
+from tests.kit.simulated_device import SimulatedDevice
 from tests.runs import group, in_turn, losses_of
 from tests.train import test_sharded_optimizer as of_runs
 from tests.train.jobs import average_and_plateau, batch_norm, in_small_buckets, plain

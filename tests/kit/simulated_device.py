@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from elastic_dp.device.accelerator import Accelerator
+from elastic_dp.device.accelerator import Accelerator, install
 from elastic_dp.threads import background
 
 _POLL_S = 0.0002
@@ -60,6 +60,16 @@ class SimulatedDevice:
     # that blocks, unless the environment turns them off; 0: never.
     watchdog_s: float = 0.0
     destroy_s: float = 0.0  # that destroying blocks; inf: for ever
+
+    address = "127.0.0.1"  # as `elastic_dp.testing`'s Host
+
+    def enter(self) -> None:
+        """This process computes on such a device from now on."""
+        install(SimulatedAccelerator(self))
+
+    def host_of(self, worker: str, node: int) -> SimulatedDevice:
+        """For `ProcessRun`."""
+        return self
 
 
 class _SimulatedStream:
