@@ -37,8 +37,8 @@ from elastic_dp.checkpoint.layout import (
     flat_bytes,
     pack,
 )
-from elastic_dp.device.host_copies import HostCopies
-from elastic_dp.errors import StateError
+from elastic_dp.device.host_copies import HostCopies, host_memory
+from elastic_dp.errors import ClusterError, StateError
 
 PIECE_BYTES = 64 << 20  # of memory that is made ready at once; no copy goes to two of them
 # Each launch may wait while a piece is registered. So a step beside it takes a twentieth longer.
@@ -58,7 +58,14 @@ class SnapshotMemory:
 
     def make_room(self, nbytes: int, *, on_device: bool) -> int:
         """Replaces the memory unless it is large enough. Returns how many bytes are new.
-        `on_device`: a device holds some of what is copied."""
+        `on_device`: a device holds some of what is copied. Raises ClusterError if the container has
+        less than that: the system would end this process."""
+        if nbytes > (limit := host_memory()):
+            raise ClusterError(
+                f"a checkpoint needs {nbytes / 1e9:.1f} GB of the host's memory for a copy of the "
+                f"state, and this worker's container has {limit / 1e9:.1f} GB. Give it more, or "
+                "use sharding='optimizer'"
+            )
         with self._changing:
             grows = nbytes > self.content.numel()
             if grows:

@@ -22,6 +22,7 @@ from elastic_dp.checkpoint.uploader import Uploader
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.device import host_copies
 from elastic_dp.device.host_copies import HostCopies, host_memory
+from elastic_dp.errors import ClusterError
 from tests.checkpoint.states import big_tree, memory_store, same
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import local, spec_of
@@ -268,6 +269,14 @@ def test_registering_memory_rests_between_pieces_until_somebody_waits_for_it(
     assert uploader.ready(must=True)
     assert len(copies.registered) >= 3
     uploader.close()
+
+
+def test_state_that_is_larger_than_the_container_is_refused(monkeypatch):
+    monkeypatch.setattr(snapshots, "host_memory", lambda: 1 << 20)
+    snapshot = Snapshot()
+    with pytest.raises(ClusterError, match=r"a checkpoint needs 0.0 GB .* container has 0.0 GB"):
+        snapshot.take(-1, {"x": torch.zeros(1 << 20)}, most_new=-1)
+    snapshot.take(1, {"x": torch.zeros(1 << 10)})
 
 
 @pytest.mark.parametrize("is_used", [False, True])
