@@ -4,6 +4,8 @@ import inspect
 import json
 import subprocess
 import sys
+import time
+import types
 
 import pytest
 
@@ -146,3 +148,32 @@ def test_cases_of_a_step_that_are_not_measured_are_named_and_end_no_other(tmp_pa
     page = "\n".join(results_page.gpu_runs())
     assert "2026-11-29" in page and "2026-11-28" not in page
     assert "| 124M plain | not measured |" in page and "| 124M fast | 30.0 ms |" in page
+
+
+@pytest.mark.parametrize(("why", "fails"), [("out of time", False), ("no memory", True)])
+def test_check_of_the_step_fails_by_a_case_that_fails(why, fails, tmp_path, monkeypatch):
+    cases = [{"case": "124M plain", "ms": 30.0}, {"case": "124M fast", "why": why}]
+    monkeypatch.setattr(gpu_step, "measure_all", lambda **_: iter([dict(one) for one in cases]))
+    setup = gpu_checks.Setup("cpu", small=True, folder=tmp_path)
+    if not fails:
+        assert gpu_checks.step(setup)["124M fast"] == {"why": why}
+        return
+    with pytest.raises(gpu_checks.Wrong, match="'124M fast': 'no memory'"):
+        gpu_checks.step(setup)
+
+
+def test_gpu_check_gives_no_check_more_time_than_is_left(tmp_path, monkeypatch, capsys):
+    now, limits = [0.0], {}
+
+    def run(name, device, small, limit_s):
+        now[0] += limit_s
+        limits[name] = limit_s
+        return {"status": "ok", "facts": {}, "seconds": limit_s}
+
+    monkeypatch.setattr(gpu_check, "run_apart", run)
+    clock = types.SimpleNamespace(**vars(time) | {"monotonic": lambda: now[0]})
+    monkeypatch.setattr(gpu_check, "time", clock)
+    found = gpu_check.run_all(None, "cpu", True, tmp_path / "check.json")
+    assert sum(limits.values()) <= gpu_check.TOTAL_S <= 8 * 60
+    late = {name: one["why"] for name, one in found.items() if name not in limits}
+    assert late == dict.fromkeys([*gpu_checks.CHECKS][len(limits) :], "out of time")
