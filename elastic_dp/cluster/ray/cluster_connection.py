@@ -35,7 +35,8 @@ def connect(address: str | None, wait_s: float = _LISTENER_S) -> None:
         elif not os.environ.get("RAY_ADDRESS"):
             address = _only(clusters_of_this_user())
         send_token()
-        ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.WARNING)
+        named = address or os.environ.get("RAY_ADDRESS") or "auto"
+        ray.init(address=named, log_to_driver=False, logging_level=logging.WARNING)
     # An address with another protocol is an AssertionError to Ray 2.56.
     except (OSError, ValueError, AssertionError, ray.exceptions.AuthenticationError) as error:
         raise ClusterError(
@@ -82,12 +83,12 @@ def disconnect() -> None:
 
 
 def connect_or_start() -> None:
-    """Connect to the cluster of RAY_ADDRESS, or start a Ray that ends with this process."""
-    if not ray.is_initialized():
-        if "RAY_ADDRESS" in os.environ:
-            ray.init(log_to_driver=False)
-        else:
-            _start_local()
+    """Connect to the cluster of RAY_ADDRESS, or start a Ray that ends with this process. Raises
+    ClusterError."""
+    if os.environ.get("RAY_ADDRESS", "local") not in ("", "local"):
+        connect(None)
+    elif not ray.is_initialized():
+        _start_local()
     if ray_ends_with_us():
         mark_owner()
 

@@ -1,4 +1,4 @@
-"""A Ray that takes longer to start than Ray gives it."""
+"""A Ray that takes longer to start than Ray gives it, and one that does not let us in."""
 
 import pytest
 
@@ -48,3 +48,14 @@ def test_start_of_ray_with_another_error_is_not_tried_again(starts):
     with pytest.raises(ValueError, match="no such option"):
         cluster_connection.connect_or_start()
     assert seen == ["init", "shutdown"]
+
+
+def test_cluster_of_ray_address_that_refuses_is_a_cluster_error_that_names_the_token(
+    starts, monkeypatch
+):
+    ends, seen = starts
+    ends += [ConnectionError("Failed to connect to Ray cluster")]
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with pytest.raises(ClusterError, match=r"RAY_AUTH_MODE=token"):
+        cluster_connection.connect_or_start()
+    assert seen == ["init"]
