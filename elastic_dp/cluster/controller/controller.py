@@ -177,7 +177,7 @@ class Controller:
             "world_size": sum(member.worker in workers for member in members),
             "size": coordinator.requested_size,
             "size_limit": coordinator.size_limit,
-            "min_workers": self.state_store.state.min_workers or self.spec.scaling.min_workers,
+            "min_workers": self.requested_sizes()[0],
             "step": self.report.step,
             "exact": self.spec.exact and not because,
             "inexact_because": because,
@@ -453,8 +453,9 @@ class Controller:
                 self.slow_workers.lost(worker)
                 expected = self.report.has_ended or worker in self.exits.released
                 if worker in self.exits.evicted or not expected:
-                    self.state_store.count_loss()
-                    self.journal.event(LossCounted(self.state_store.state.lost))
+                    lost = self.state_store.state.lost + 1
+                    self.state_store.change(lost=lost)
+                    self.journal.event(LossCounted(lost))
         interrupted = isinstance(event, m.StopRequested) and event.reason == INTERRUPTED_REASON
         if interrupted and self._store is not None:  # nobody waits for a store that stays away
             self._store.raise_when_late()
@@ -479,6 +480,7 @@ class Controller:
     def _execute(self, command: m.Command) -> None:
         """Execute a command in this thread."""
         task = self._begin(command)
+        self._stores.insist(self.state_store.save)
         if task is not None:
             task()
 
@@ -516,8 +518,7 @@ class Controller:
             case m.FinishRun() | m.FailRun() | m.StandDown():
                 self.times.flush()
                 outcome = self.report.end(command, self.coordinator.generation)
-                store = partial(self.state_store.record_outcome, outcome)
-                return partial(self._stores.insist, store)
+                self.state_store.change(outcome=outcome)
             case m.ReleaseWorker(worker=worker):
                 self.exits.released.add(worker)
                 if worker not in self.exits.begun:

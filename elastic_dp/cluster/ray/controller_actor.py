@@ -224,8 +224,9 @@ class ControllerActor:
         state = self._state_store.state
         if not (state.here or state.stepped or state.outcome):
             self._sharing.admit(lambda: state.stop is not None)
+            self._state_store.change(started_at=time.time())  # its time counts from now
             notice = OutageNotice("storing the run in the cluster", self._controller.say)
-            notice.insist(lambda: self._state_store.begin(time.time()))
+            notice.insist(self._state_store.save)
         self._sharing.start(self._controller.ended)
         self._controller.lead(self._found())
         if self._controller.superseded:

@@ -102,11 +102,6 @@ class ControllerStateStore:
         """Whether another controller led the run before."""
         return self.state.term > 1
 
-    def inherit(self, state: ControllerState, term: int) -> None:
-        """Take over the state that the controller of an earlier term has left."""
-        self.state = state
-        self.state.term = term
-
     def claim(self, generation: int) -> bool:
         """Create the generation's key. Return False if another controller has created it."""
         return True
@@ -119,22 +114,12 @@ class ControllerStateStore:
         with self._lock:
             self._changed |= _update(self.state, message)
 
-    def begin(self, now: float) -> None:
-        """Record that the run leaves the queue: its time counts from `now`."""
+    def change(self, **facts: Any) -> None:
+        """Update the state by what no message says."""
         with self._lock:
-            self.state.started_at, self._changed = now, True
-        self.save()
-
-    def count_loss(self) -> None:
-        """Count a worker that was lost before the end without being released."""
-        with self._lock:
-            self.state.lost += 1
+            for name, fact in facts.items():
+                setattr(self.state, name, fact)
             self._changed = True
-
-    def record_outcome(self, outcome: Any) -> None:
-        with self._lock:
-            self.state.outcome, self._changed = outcome, True
-        self.save()
 
     @property
     def has_changed(self) -> bool:

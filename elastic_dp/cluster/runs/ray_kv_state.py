@@ -82,7 +82,8 @@ class RayKvStateStore(ControllerStateStore):
         self._run, self._me = run, secrets.token_hex(8).encode()
         terms = _numbers(run, "facts/")
         if terms:
-            self.inherit(pickle.loads(_get(run, f"facts/{terms[-1]}")), terms[-1] + 1)
+            self.state = pickle.loads(_get(run, f"facts/{terms[-1]}"))
+            self.state.term = terms[-1] + 1
         self.save()
         for term in terms:
             private.kv_delete(_key(run, f"facts/{term}"))

@@ -43,10 +43,11 @@ def test_controller_that_is_restarted_while_its_run_is_queued_waits_on_in_the_qu
     actor._state_store.state.stepped = False
     waited, begun = [], []
     actor._sharing.admit = lambda is_over: waited.append(is_over())
-    actor._state_store.begin = begun.append
+    actor._state_store.change = lambda **facts: begun.append(facts)
+    actor._state_store.save = lambda: begun.append("stored")
     with pytest.raises(Ended):
         actor._lead()
-    assert waited == [False] and len(begun) == 1
+    assert waited == [False] and [{*begun[0]}, *begun[1:]] == [{"started_at"}, "stored"]
 
 
 def test_a_controller_that_cannot_find_its_workers_is_started_again(monkeypatch, capsys):
