@@ -62,7 +62,7 @@ def test_the_reason_is_the_job_s_own(config, step, reason):
 def test_the_time_limit(where):
     spec = dataclasses.replace(spec_of(workers=1), max_steps=None, max_time_s=1.0)
     if where == "local":
-        assert run_local(spec, stops).ended == "max_time_s reached"
+        assert run_local(spec, stops).progress.ended == "max_time_s reached"
     else:
         assert group(spec, stops)[0].reason == "max_time_s reached"
 
