@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 
 _LOOKED_AT = 128  # pieces of a rank, for each copy that it gives away
+_TURNS = 4  # of each node, to move copies to others
 
 
 class Holders(NamedTuple):
@@ -162,52 +163,29 @@ class _Assignment:
 
     def separate(self) -> None:
         """Moves copies to other nodes where both holders of a piece are on one, as after joins that
-        came one by one: the first members had to hold what others hold now. Loads stay as even as
-        they are, so a node that gives a copy away takes one of a piece of which it has none. If it
-        has more than half of the members, there is none left for some of its pieces."""
-        for node in sorted({tuple(r for r in self._ranks if not d[r]) for d in self._distances}):
-            near = [n for n, pair in enumerate(self._pairs) if pair <= set(node)]
-            outside = [rank for rank in self._ranks if rank not in node]
-            if not near or not outside:
-                continue
-            far = [n for n, pair in enumerate(self._pairs) if pair.isdisjoint(node)]
-            # The last ones first: there an exchange separates both pieces.
-            far.sort(key=lambda n: not self._is_apart(n))
-            for piece in near:
-                if not self._give_away(piece, outside):
-                    self._exchange(piece, far)
+        came one by one: the first members had to hold what others hold now. In return a node takes
+        copies of pieces of which it has none. If it has more than half of the members, there are
+        none left. What it takes may have been apart from others before, so nodes take turns."""
+        node_of = [tuple(r for r in self._ranks if not d[r]) for d in self._distances]
+        for _ in range(_TURNS):
+            near = {node_of[one] for one, other in self._pairs if node_of[one] == node_of[other]}
+            near.discard(tuple(self._ranks))  # there is no other node
+            if not near:
+                return
+            for node in sorted(near):
+                self._separate(set(node))
 
-    def _is_apart(self, piece: int) -> bool:
-        one, other = self._pairs[piece]
-        return self._distances[one][other] > 0
-
-    def _give_away(self, piece: int, outside: Sequence[int]) -> bool:
-        """Moves a copy of a piece to a rank on another node, if one has room for it."""
-        giver = max(sorted(self._pairs[piece]), key=self._load.__getitem__)
-        receiver = min(outside, key=self._load.__getitem__)
-        size = self._sizes[piece]
-        if not self._stays_even({giver: -size, receiver: size}):
-            return False
-        self._move(piece, giver, receiver)
-        return True
-
-    def _exchange(self, piece: int, far: list[int]) -> None:
-        """Exchanges a copy of a piece for one of a piece of `far`, which has one less then."""
-        for other in reversed(far):
-            more = self._sizes[other] - self._sizes[piece]
-            for giver, receiver in product(*map(sorted, (self._pairs[piece], self._pairs[other]))):
-                if self._stays_even({giver: more, receiver: -more}):
-                    self._move(other, receiver, giver)
-                    self._move(piece, giver, receiver)
-                    far.remove(other)
-                    return
-
-    def _stays_even(self, more: Mapping[int, int]) -> bool:
-        """Returns whether loads differ by at most two pieces if ranks get so many bytes more, or by
-        no more than they differ now."""
-        after = [load + more.get(rank, 0) for rank, load in enumerate(self._load)]
-        now = max(self._load) - min(self._load)
-        return max(after) - min(after) <= max(2 * self._largest, now)
+    def _separate(self, node: set[int]) -> None:
+        far = sum(pair.isdisjoint(node) for pair in self._pairs)
+        near = [n for n, pair in enumerate(self._pairs) if pair <= node]
+        outside = [rank for rank in self._ranks if rank not in node]
+        for number, piece in enumerate(near):
+            giver = max(sorted(self._pairs[piece]), key=self._load.__getitem__)
+            receiver = min(outside, key=self._load.__getitem__)
+            more = self._load[receiver] + self._sizes[piece]
+            if number < far or more <= max(self._load):
+                self._move(piece, giver, receiver)
+        self.balance()
 
     def with_primaries(self, kept: Mapping[int, int]) -> list[Holders]:
         """Returns the pairs. The primaries are chosen so that each rank has equally many bytes, but
