@@ -285,7 +285,7 @@ class InnerSteps(Leaf):
                 self.gradients.check_after_loss()
                 if loss is not None:
                     passes("backward")
-                    loss.backward()
+                    self.micro_batches.backward(loss)
                     self.gradients.check_after_backward()
                     used |= self._update(optimizer)
                     results.append(result)

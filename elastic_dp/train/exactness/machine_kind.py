@@ -115,10 +115,10 @@ class DeterministicKernels:
                 "that: do not call it (torch.testing._internal.common_utils does when it is "
                 "imported), or use exact=False"
             ) from error
-        # Python and torch show a warning once in a process; this is about each run in it. A filter
-        # that is added forgets what was shown, and comes before those that the user has set.
+        # Python and torch show a warning once in a process. Here each counts: the trial takes one
+        # back that no longer holds. The filter comes before those that the user has set.
         torch.set_warn_always(True)
-        warnings.filterwarnings("default", message=_NOTED)
+        warnings.filterwarnings("always", message=_NOTED)
         self._filter = warnings.filters[0]
         show = warnings.showwarning
 
@@ -127,7 +127,9 @@ class DeterministicKernels:
                 text = str(message)
                 name, _, _ = text.partition(" does not have a deterministic implementation")
                 named = f"{name} does not have a deterministic implementation"
-                self._because.append(named if text.startswith(named) else text.split(". ")[0])
+                reason = named if text.startswith(named) else text.split(". ")[0]
+                if reason not in self._because:
+                    self._because.append(reason)
             else:
                 show(message, *args, **kwargs)
 

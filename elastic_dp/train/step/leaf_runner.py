@@ -110,7 +110,7 @@ class Leaf:
         else:
             if points is not None:
                 points("backward", step)
-            loss.backward()
+            self.micro_batches.backward(loss)
         runner.add(turn, result, contributes=loss is not None)
 
     def first_batch(self, virtual_worker: int) -> int:
@@ -125,7 +125,7 @@ class Leaf:
         if loss is None:
             self.refuses_none(1, virtual_worker)
             return None
-        loss.backward()
+        self.micro_batches.backward(loss)
         return result
 
 

@@ -12,6 +12,7 @@ import torch
 
 from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.device.global_generators import seed_everything
+from elastic_dp.device.gpu import strict_backward
 from elastic_dp.device.graph_replay import begin_graph_iteration, outside_graphs
 from elastic_dp.errors import LossError
 from elastic_dp.sampling.seeds import batch_seed, seed_for
@@ -92,6 +93,12 @@ class MicroBatchRunner:
         self._key = gang.micro_batch if gang is not None else int
         self._is_trial = False  # this is the micro-batch before the first step
         self._writes_back = False  # see `check_written`
+        self.backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether backward passes are those of `strict_backward`."""
+        return self.backward is strict_backward
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:
