@@ -30,7 +30,7 @@ TARGETS = {
     "parquet shuffled": ("bare parquet", 0.9),
     "arrow in order": ("bare arrow", 0.95),
 }
-PEERS = ("litdata", "mosaicml", "hugging_face", "webdataset", "ray_data")
+PEERS = ("litdata", "mosaicml", "hugging_face", "ray_data")
 
 
 def measure(folder: Path, rounds: int, with_peers: bool) -> dict[str, Any]:

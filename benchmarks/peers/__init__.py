@@ -4,7 +4,7 @@ Each is looked for in an interpreter of its own, else in this one: `TORCHFT_PYTH
 DIR` and there `pip install torch==2.13.0 torchft==0.2.0`), `RAY_TRAIN_PYTHON` (`pip install
 torch==2.13.0 'ray[train]==2.60.0'`), and for other loaders `DATA_PEERS_PYTHON`:
 
-    pip install torch==2.13.0 litdata==0.2.76 datasets==5.2.0 trl==1.16.0 webdataset==1.0.2 \
+    pip install torch==2.13.0 litdata==0.2.76 datasets==5.2.0 trl==1.16.0 \
         'ray[data]==2.60.0' pyarrow==26.0.1 pillow==13.0.0
     pip install boto3 brotli 'google-cloud-storage<3.3' 'matplotlib<4' python-snappy 'zstd<2' \
         xxhash tqdm paramiko oci azure-storage-blob azure-storage-file-datalake azure-identity \

@@ -11,11 +11,9 @@ read the Parquet shards. The others read their own format, which is written once
 from __future__ import annotations
 
 import functools
-import io
 import json
 import os
 import sys
-import tarfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import ModuleSpec
@@ -25,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-BATCH, SHARDS, SHUFFLE_ROWS = 64, 8, 10_000
+BATCH, SHUFFLE_ROWS = 64, 10_000
 EPOCHS = {"litdata": 3}  # of the others two
 
 Epoch = Callable[[bool, int], Iterable[Any]]  # (shuffle, epoch): rows, or Arrow tables of them
@@ -97,34 +95,6 @@ def mosaicml(folder: Path, count: int, length: int) -> Epoch:
     return open_epoch
 
 
-def webdataset(folder: Path, count: int, length: int) -> Epoch:
-    import webdataset as wds
-
-    tars, aside = folder / "tar", folder / "tar.part"
-    if not tars.exists():
-        aside.mkdir()
-        rows = np.load(folder / "tokens.npy", mmap_mode="r")
-        for shard, numbers in enumerate(np.array_split(np.arange(len(rows)), SHARDS)):
-            with tarfile.open(aside / f"part-{shard}.tar", "w") as tar:
-                for number in numbers:
-                    file = io.BytesIO()
-                    np.save(file, rows[number])
-                    member = tarfile.TarInfo(f"{number:09}.npy")
-                    member.size = file.tell()
-                    file.seek(0)
-                    tar.addfile(member, file)
-        aside.rename(tars)
-    urls = sorted(str(path) for path in tars.iterdir())
-
-    def open_epoch(shuffle: bool, epoch: int) -> Iterable[Any]:
-        dataset = wds.WebDataset(urls, shardshuffle=SHARDS if shuffle else False, seed=epoch)
-        if shuffle:
-            dataset = dataset.shuffle(SHUFFLE_ROWS)
-        return (row for (row,) in dataset.decode().to_tuple("npy"))
-
-    return open_epoch
-
-
 def hugging_face(folder: Path, count: int, length: int) -> Epoch:
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["HF_HOME"] = str(folder / "hugging_face")
@@ -157,7 +127,7 @@ def ray_data(folder: Path, count: int, length: int) -> Epoch:
     return open_epoch
 
 
-PEERS = {f.__name__: f for f in (litdata, mosaicml, hugging_face, webdataset, ray_data)}
+PEERS = {f.__name__: f for f in (litdata, mosaicml, hugging_face, ray_data)}
 OF_TABLES = ("hugging_face", "ray_data")
 
 
