@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from elastic_dp.errors import SpecError
@@ -18,8 +19,8 @@ from elastic_dp.errors import SpecError
 
 def check_fields(config: Any, **least: float) -> None:
     """Check each field by its type: `bool`, `int`, `float`, `Literal`, a function, or None where
-    that is its default. `least`: by name, of numbers that have a least value. Fields of other types
-    are not checked here.
+    its type or its default has it. `least`: by name, of numbers that have a least value. Fields of
+    other types are not checked here.
     """
     hints = get_type_hints(type(config))
     for field in fields(config):
@@ -27,7 +28,7 @@ def check_fields(config: Any, **least: float) -> None:
         hint: Any = hints[field.name]
         kinds = hint, *get_args(hint)  # those of a union
         generics: list[Any] = [get_origin(kind) for kind in kinds]
-        if value is None and field.default not in (None, MISSING):
+        if value is None and NoneType not in kinds and field.default not in (None, MISSING):
             raise SpecError(f"{name} is None; leave it out for {field.default!r}")
         if value is None or Mapping in generics:
             continue
