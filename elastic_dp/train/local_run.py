@@ -33,7 +33,7 @@ from elastic_dp.train.checkpointing.checkpoint_committer import (
 )
 from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
 from elastic_dp.train.controller_link import ControllerLink, HeartbeatStatus
-from elastic_dp.train.exactness.machine_kind import DeterministicKernels
+from elastic_dp.train.exactness.machine_kind import deterministic_kernels
 from elastic_dp.train.generations.worker_control import Released, WorkerControl
 from elastic_dp.train.generations.worker_progress import LogCall
 from elastic_dp.train.interruption import INTERRUPTED, TIME_IS_UP, is_ours_to_handle
@@ -113,7 +113,7 @@ class LocalRun(ControllerLink, HeartbeatStatus):
         if self.spec.max_time_s is not None:
             limit.start()
         try:
-            kernels = DeterministicKernels(self.spec.exact, session.inexact_because, self.device)
+            kernels = deterministic_kernels(self.spec.exact, session.inexact_because, self.device)
             with kernels, self._interruptible(session):
                 call_train_function(train, session)
                 with contextlib.suppress(Released):

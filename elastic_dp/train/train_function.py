@@ -18,7 +18,7 @@ from elastic_dp.errors import ElasticError, Interrupted, LoopError, UserCodeErro
 from elastic_dp.sampling.seeds import seed_for
 from elastic_dp.train.context import TrainContext
 from elastic_dp.train.controller_link import ControllerLink, HeartbeatStatus
-from elastic_dp.train.exactness.machine_kind import DeterministicKernels
+from elastic_dp.train.exactness.machine_kind import deterministic_kernels
 from elastic_dp.train.generations.worker_control import ORPHANED, Released, WorkerControl
 from elastic_dp.train.interruption import NO_HANDLERS, handlers
 from elastic_dp.train.worker_session import WorkerSession
@@ -32,7 +32,7 @@ _EXIT_CODE = 70  # of a process whose device has failed (EX_SOFTWARE)
 def train_until_released(train: TrainFunction, session: WorkerSession) -> str:
     """Runs the train function until this worker is released. Returns the reason. An exception of
     user code is posted, not raised."""
-    with DeterministicKernels(session.spec.exact, session.inexact_because, session.device):
+    with deterministic_kernels(session.spec.exact, session.inexact_because, session.device):
         try:
             try:
                 call_train_function(train, session)

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from elastic_dp.data import open_data
 from elastic_dp.device.gpu import _ATTENTION
-from elastic_dp.train.exactness.machine_kind import DeterministicKernels
+from elastic_dp.train.exactness.machine_kind import deterministic_kernels
 from elastic_dp.train.local_run import LocalRun
 from tests.device import fake_gpu
 from tests.runs import spec_of
@@ -39,16 +39,16 @@ def _value_of_the_user(monkeypatch):
 )
 def test_exact_run_on_a_gpu_attends_by_kernels_that_can_be_deterministic(exact, device, kernels):
     before = enabled()
-    with DeterministicKernels(exact, [], device):
+    with deterministic_kernels(exact, [], device):
         assert enabled() == kernels
     assert enabled() == before == {*_ATTENTION}
 
 
 def test_what_the_user_chooses_wins():
-    with DeterministicKernels(True, [], GPU), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    with deterministic_kernels(True, [], GPU), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         assert enabled() == {"flash"}
     kernels = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    with sdpa_kernel(kernels), DeterministicKernels(True, [], GPU):
+    with sdpa_kernel(kernels), deterministic_kernels(True, [], GPU):
         assert enabled() == {"mem_efficient", "math"}
 
 

@@ -9,7 +9,7 @@ import torch
 from elastic_dp.cluster.worker import prepare_environment
 from elastic_dp.data import open_data
 from elastic_dp.device import gpu
-from elastic_dp.train.exactness.machine_kind import DeterministicKernels
+from elastic_dp.train.exactness.machine_kind import deterministic_kernels
 from elastic_dp.train.local_run import LocalRun
 from tests.device import fake_gpu
 from tests.runs import spec_of
@@ -50,7 +50,7 @@ def test_variable_is_set_in_an_exact_run_on_a_gpu_as_long_as_that_costs_nothing(
     torch_reads_it_once(monkeypatch, once)
     environment = {}
     prepare_environment(environment, 1)
-    with DeterministicKernels(exact, [], device):
+    with deterministic_kernels(exact, [], device):
         assert os.environ.get(NAME) == within and NAME not in environment
     assert products == made
 
@@ -58,7 +58,7 @@ def test_variable_is_set_in_an_exact_run_on_a_gpu_as_long_as_that_costs_nothing(
 def test_a_value_of_the_user_stays(products, monkeypatch):
     torch_reads_it_once(monkeypatch, False)
     monkeypatch.setenv(NAME, ":16:8")
-    with DeterministicKernels(True, [], GPU):
+    with deterministic_kernels(True, [], GPU):
         gpu.keep_cublas_config(torch.nn.LSTM(2, 2), GPU)
         assert os.environ[NAME] == ":16:8"
     assert products == []
@@ -67,7 +67,7 @@ def test_a_value_of_the_user_stays(products, monkeypatch):
 @pytest.mark.parametrize(("layer", "kept"), [(torch.nn.LSTM, True), (torch.nn.Linear, False)])
 def test_model_with_recurrent_layers_keeps_the_variable(layer, kept, products, monkeypatch):
     torch_reads_it_once(monkeypatch, False)
-    with DeterministicKernels(True, [], GPU):
+    with deterministic_kernels(True, [], GPU):
         gpu.keep_cublas_config(torch.nn.Sequential(layer(2, 2)), GPU)
         assert (NAME in os.environ) == kept
 

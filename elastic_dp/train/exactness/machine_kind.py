@@ -6,10 +6,10 @@ from __future__ import annotations
 import contextlib
 import platform
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -81,73 +81,64 @@ def why_inexact(operations: Sequence[str], kinds: Sequence[str]) -> tuple[str, .
     return tuple(dict.fromkeys([*operations, *mixed[: len(kinds) - 1]]))
 
 
-_NOTED = ".*deterministic"
-
-
-class DeterministicKernels:
-    """Deterministic kernels while open; every operation that had none is added to `because`."""
-
-    def __init__(self, exact: bool, because: list[str], device: torch.device) -> None:
-        self._exact, self._because, self._device = exact, because, device
-        self._restore: Any = None
-        self._filter: Any = None
-
-    def __enter__(self) -> DeterministicKernels:
-        if not self._exact:
-            return self
-        self._restore = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
-            torch.backends.cudnn.benchmark,
-            torch.is_warn_always_enabled(),
-            warnings.showwarning,
-        )
+@contextlib.contextmanager
+def deterministic_kernels(exact: bool, because: list[str], device: torch.device) -> Iterator[None]:
+    """A context with deterministic kernels, if `exact`. Every operation that had none is added to
+    `because`. Raises SpecError."""
+    if not exact:
+        yield
+        return
+    cudnn, deterministic = torch.backends.cudnn, cast(Any, torch.utils.deterministic)
+    with contextlib.ExitStack() as restores:
+        before = torch.is_deterministic_algorithms_warn_only_enabled()
+        enabled = torch.are_deterministic_algorithms_enabled()
+        restores.callback(torch.use_deterministic_algorithms, enabled, warn_only=before)
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        fills = deterministic.fill_uninitialized_memory
+        restores.callback(setattr, deterministic, "fill_uninitialized_memory", fills)
+        deterministic.fill_uninitialized_memory = False
+        by_time = cudnn.benchmark
         try:
-            torch.backends.cudnn.benchmark = False
+            cudnn.benchmark = False
         except RuntimeError as error:  # by torch.backends.disable_global_flags
-            torch.use_deterministic_algorithms(self._restore[0], warn_only=self._restore[1])
             raise SpecError(
                 "exact=True turns torch.backends.cudnn.benchmark off, and "
                 "torch.backends.disable_global_flags(), which this process has called, forbids "
                 "that: do not call it (torch.testing._internal.common_utils does when it is "
                 "imported), or use exact=False"
             ) from error
-        # Python and torch show a warning once in a process. Here each counts: the trial takes one
-        # back that no longer holds. The filter comes before those that the user has set.
-        torch.set_warn_always(True)
-        warnings.filterwarnings("always", message=_NOTED)
-        self._filter = warnings.filters[0]
-        show = warnings.showwarning
+        restores.callback(setattr, cudnn, "benchmark", by_time)
+        restores.enter_context(_noted(because))
+        settle_cublas(device)
+        with exact_attention(device):
+            yield
 
-        def note(message: Any, *args: Any, **kwargs: Any) -> None:
-            if "deterministic" in str(message):
-                text = str(message)
-                name, _, _ = text.partition(" does not have a deterministic implementation")
-                named = f"{name} does not have a deterministic implementation"
-                reason = named if text.startswith(named) else text.split(". ")[0]
-                if reason not in self._because:
-                    self._because.append(reason)
-            else:
-                show(message, *args, **kwargs)
 
-        warnings.showwarning = note
-        settle_cublas(self._device)
-        self._attention = exact_attention(self._device)
-        self._attention.__enter__()
-        return self
+@contextlib.contextmanager
+def _noted(because: list[str]) -> Iterator[None]:
+    """A context in which warnings of operations without a deterministic kernel are noted."""
+    show, always = warnings.showwarning, torch.is_warn_always_enabled()
 
-    def __exit__(self, *_: object) -> None:
-        if self._restore is None:
-            return
-        self._attention.__exit__(None, None, None)
-        enabled, warn_only, fill, benchmark, always, show = self._restore
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark = benchmark
+    def note(message: Any, *args: Any, **kwargs: Any) -> None:
+        if "deterministic" in str(message):
+            text = str(message)
+            name, _, _ = text.partition(" does not have a deterministic implementation")
+            named = f"{name} does not have a deterministic implementation"
+            reason = named if text.startswith(named) else text.split(". ")[0]
+            if reason not in because:
+                because.append(reason)
+        else:
+            show(message, *args, **kwargs)
+
+    # Python and torch show a warning once in a process. Here each counts: the trial takes one back
+    # that no longer holds. The filter comes before those that the user has set.
+    torch.set_warn_always(True)
+    warnings.filterwarnings("always", message=".*deterministic")
+    added, warnings.showwarning = warnings.filters[0], note
+    try:
+        yield
+    finally:
         torch.set_warn_always(always)
         with contextlib.suppress(ValueError):  # user code has taken it away
-            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
+            warnings.filters.remove(added)  # type: ignore[attr-defined]
         warnings.showwarning = show

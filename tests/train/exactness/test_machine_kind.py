@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastic_dp.errors import SpecError
-from elastic_dp.train.exactness.machine_kind import DeterministicKernels, machine_kind
+from elastic_dp.train.exactness.machine_kind import deterministic_kernels, machine_kind
 from tests.runs import local, spec_of
 from tests.train.jobs import classify
 
@@ -143,7 +143,7 @@ def test_operation_without_a_deterministic_kernel_is_named_in_each_run_of_a_proc
         always = torch.is_warn_always_enabled()
         for _ in range(2):
             because = []
-            with DeterministicKernels(True, because, torch.device("cpu")):
+            with deterministic_kernels(True, because, torch.device("cpu")):
                 for _ in range(3):
                     has_no_deterministic_kernel()
             assert because == ["put_ does not have a deterministic implementation"]
@@ -171,5 +171,5 @@ def test_flags_of_torch_that_may_not_be_set_are_refused_by_name(monkeypatch):
     flags = torch.backends.disable_global_flags.__globals__
     monkeypatch.setitem(flags, "__allow_nonbracketed_mutation_flag", False)
     with pytest.raises(SpecError, match="disable_global_flags"):
-        DeterministicKernels(True, [], CPU).__enter__()
+        deterministic_kernels(True, [], CPU).__enter__()
     assert not torch.are_deterministic_algorithms_enabled()
