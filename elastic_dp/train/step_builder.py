@@ -33,8 +33,8 @@ from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.train_state import OptimizerHolders, StatePart, TrainState
 from elastic_dp.train.step.batch_source import BatchSource, RowSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
-from elastic_dp.train.step.leaf_runner import Leaf, LeafRunner, WorkShares
-from elastic_dp.train.step.micro_batch import MicroBatchRunner
+from elastic_dp.train.step.leaf_runner import LeafRunner, WorkShares
+from elastic_dp.train.step.micro_batch import Leaf
 from elastic_dp.train.step.participants import (
     DeviceConnections,
     ParameterGroups,
@@ -78,10 +78,8 @@ class StepBuilder:
         self.previous: StatePart | None = None
         # Hears the number of each parameter that gets a gradient.
         self.note_gradient: Callable[[int], None] | None = None
-        self.micro_batches_of: Callable[[int], int] = lambda step: 1  # of a virtual worker
-        self.new_micro_batches: Callable[..., MicroBatchRunner] = MicroBatchRunner
         self.new_exchange: Callable[..., GradientExchange] = GradientExchange
-        self.new_leaf: Callable[[], Leaf] = lambda: Leaf(self.micro_batches, self.rows)
+        self.new_leaf: Callable[[StepBuilder], Leaf] = Leaf
         self.new_gradient: Callable[..., StepGradient] = StepGradient
         self.kind_of: Callable[[str], str] = lambda own: own  # by the kind of this machine
         self.new_participants: list[Callable[[], StepParticipant]] = []
@@ -146,18 +144,6 @@ class StepBuilder:
         self.speed = ComputeSpeed(self.device, self.write_speed if measures else None)
         shares = WorkShares(self.schedules[0], equal=not by_speed)
         buffers = ModuleBuffers(state.model, shares.virtual_workers, reporter.pass_point, self.gang)
-        self.micro_batches = self.new_micro_batches(
-            state,
-            given.loss_fn,
-            self.data,
-            self.device,
-            spec.data.seed,
-            self.speed,
-            reporter.report,
-            exact=spec.exact,
-            precision=given.precision,
-            gang=self.gang,
-        )
         self.exchange = self.new_exchange(
             state.parameters.values(),
             clipping=GradientClipping(given.clip_norm, given.clip_value),
@@ -168,9 +154,8 @@ class StepBuilder:
         self.gradients = GradientReducer(
             state.parameters, self.wire, self.note_gradient, exchange=self.exchange
         )
-        leaf = self.new_leaf()
         self.leaves = LeafRunner(
-            leaf,
+            self.new_leaf(self),
             self.rows,
             state,
             self.gradients,
@@ -181,7 +166,6 @@ class StepBuilder:
             reporter.points,
             exact=spec.exact,
             keeps_finished=self.gang is None,  # its processes have not finished the same
-            micro_batches=self.micro_batches_of,
         )
         self.joining = GradualJoin(state, shares, allowed=self._joins_gradually)
         results = self.results = Results(state, self.rows, self.gang)

@@ -253,7 +253,7 @@ class WorkerSession:
         can_source = self._can_source  # as of now: the probe may take long
         self._try_out(build.trial)
         build.variables_guard.loss_tried()
-        strict = "; strict backward passes" if build.micro_batches.is_strict else ""
+        strict = "; strict backward passes" if build.leaves.leaf.is_strict else ""
         kind = build.kind_of(machine_kind(self.device, self.spec.exact) + strict)
         software = software_versions(self.device, self.code)
         layout = "\n".join(map(" ".join, self.state.layout().items())).encode()

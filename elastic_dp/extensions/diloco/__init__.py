@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -29,9 +28,9 @@ from elastic_dp.extensions.diloco.inner_moments import InnerMoments
 from elastic_dp.sampling.seeds import inner_seed
 from elastic_dp.sampling.step_schedule import StepSchedule
 from elastic_dp.train.step.batch_source import RowSource
-from elastic_dp.train.step.leaf_runner import Leaf, Turn
+from elastic_dp.train.step.leaf_runner import Turn
 from elastic_dp.train.step.loss_result import mean, mean_metrics
-from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner, not_finite_loss
+from elastic_dp.train.step.micro_batch import Leaf, MicroBatchResult, not_finite_loss
 from elastic_dp.train.step_builder import StepBuilder
 from elastic_dp.train.steps_arguments import check_clipping, check_function, check_optimizer
 
@@ -42,11 +41,9 @@ def extend(build: StepBuilder) -> None:
     """Raises SpecError and ModelError."""
     _check(build)
     inner_steps = StepSchedule(build.spec.inner_steps_by_step)
-    rows = InnerRows(build.data, inner_steps)
-    build.rows, build.micro_batches_of = rows, inner_steps.at
+    build.rows = InnerRows(build.data, inner_steps)
     build.schedules.append(inner_steps)
-    build.new_micro_batches = partial(InnerMicroBatches, rows)
-    build.new_leaf = lambda: InnerSteps(build, rows)
+    build.new_leaf = InnerSteps
 
 
 def _check(build: StepBuilder) -> None:
@@ -137,26 +134,6 @@ class InnerRows:
         return frozenset[int]().union(*each)
 
 
-class InnerMicroBatches(MicroBatchRunner):
-    """Runs the micro-batches of inner steps, each with a number of its own."""
-
-    several = True
-
-    def __init__(self, rows: InnerRows, *given: Any, **more: Any) -> None:
-        super().__init__(*given, **more)
-        self.rows = rows
-
-    def _virtual_worker(self, step: int, v: int) -> int:
-        return self.rows.virtual_worker(step, v)
-
-    def _name(self, step: int, v: int) -> str:
-        return self.rows.name(step, v)
-
-    def _without_gradient(self, step: int, v: int, result: MicroBatchResult) -> NoReturn:
-        where, described = self.rows.name(step, v), self._data.describe(step, v)
-        raise not_finite_loss(result.loss, step, where, described)
-
-
 @dataclass(slots=True)
 class InnerStepsResult(MicroBatchResult):
     """The result of the inner steps of one virtual worker, together. `unread` has that of each."""
@@ -184,15 +161,16 @@ class InnerSteps(Leaf):
     """Makes the inner steps of one model."""
 
     makes = "pseudo-gradient"
+    several = True
     rows: InnerRows
 
-    def __init__(self, build: StepBuilder, rows: InnerRows) -> None:
-        super().__init__(build.micro_batches, rows)
+    def __init__(self, build: StepBuilder) -> None:
+        super().__init__(build)
         given = build.given
         assert given.inner_optimizer is not None
         self.model, self.outer = given.model, given.optimizer
         self.make_optimizer, self.clip_norm = given.inner_optimizer, given.inner_clip_norm
-        self.gradients, self.speed, self.seed = build.gradients, build.speed, build.spec.data.seed
+        self.gradients = build.gradients
 
     def run(self, turn: Turn) -> None:
         """Runs a leaf to its end, also where the group is lost: the next generation needs it."""
@@ -212,12 +190,15 @@ class InnerSteps(Leaf):
         result: MicroBatchResult | None = None
         if self.rows.rows(step, v) > 0:
             keys = self.rows.keys_with_rows(step, v)
-            batches = ((key, self.micro_batches.batch(step, key)) for key in keys)
+            batches = ((key, self.batch(step, key)) for key in keys)
             found, result = self._make(step, v, batches, turn.expected, passes)
         contributes = result is not None and result.weight > 0
         runner.add(turn, result, contributes=contributes, given=found)
         if lost:
             raise lost.pop()
+
+    def micro_batches(self, step: int) -> int:
+        return len(self.rows.keys(step, 0))
 
     def first_batch(self, virtual_worker: int) -> int:
         return self.rows.keys_with_rows(1, virtual_worker)[0]
@@ -225,7 +206,7 @@ class InnerSteps(Leaf):
     def try_out(self, virtual_worker: int, batch: Any) -> MicroBatchResult | None:
         expected = float(self.rows.rows(1, virtual_worker))
         batches = [(self.first_batch(virtual_worker), batch)]
-        with self.micro_batches.trial():
+        with self.trial():
             found, result = self._make(1, virtual_worker, batches, expected, lambda point: None)
         for p, gradient in found.items():
             p.grad = gradient
@@ -270,7 +251,7 @@ class InnerSteps(Leaf):
         passes: Callable[[str], None],
     ) -> tuple[set[torch.Tensor], list[MicroBatchResult]]:
         """Returns the parameters that had a gradient, and the results with a weight."""
-        seed_everything(inner_seed(self.seed, step, v))
+        seed_everything(inner_seed(self._seed, step, v))
         optimizer = self.make_optimizer(self.model, step)
         for module in self.model.modules():
             if isinstance(module, InnerMoments):
@@ -280,16 +261,16 @@ class InnerSteps(Leaf):
         try:
             for key, batch in batches:
                 passes("before_forward")
-                loss, result = self.micro_batches.forward(batch, step, key, None)
+                loss, result = self.forward(batch, step, key, None)
                 passes("forward")
                 self.gradients.check_after_loss()
                 if loss is not None:
                     passes("backward")
-                    self.micro_batches.backward(loss)
+                    self.backward(loss)
                     self.gradients.check_after_backward()
                     used |= self._update(optimizer)
                     results.append(result)
-                self.speed.end_micro_batch()
+                self._speed.end_micro_batch()
         finally:
             optimizer.state.clear()  # now: a scheduler and its optimizer keep each other
         return used, results
@@ -303,6 +284,16 @@ class InnerSteps(Leaf):
         optimizer.step()
         self._drop_gradients()
         return used
+
+    def _virtual_worker(self, step: int, v: int) -> int:
+        return self.rows.virtual_worker(step, v)
+
+    def _name(self, step: int, v: int) -> str:
+        return self.rows.name(step, v)
+
+    def _without_gradient(self, step: int, v: int, result: MicroBatchResult) -> NoReturn:
+        where, described = self.rows.name(step, v), self._data.describe(step, v)
+        raise not_finite_loss(result.loss, step, where, described)
 
     def _drop_gradients(self) -> None:
         for p in self.model.parameters():

@@ -16,7 +16,7 @@ from elastic_dp.distributed.local_shards import local_of
 from elastic_dp.errors import LossError, ModelError, SpecError
 from elastic_dp.extensions.gangs.gang_mesh import kind_of_gang
 from elastic_dp.train.gang import Gang
-from elastic_dp.train.step.leaf_runner import Leaf
+from elastic_dp.train.step.micro_batch import Leaf
 from elastic_dp.train.step.participants import StepParticipant, Verdict
 from elastic_dp.train.step_builder import StepBuilder
 
@@ -31,7 +31,7 @@ def extend(build: StepBuilder) -> None:
     build.note_gradient = orders.note
     build.kind_of = lambda own: kind_of_gang(gang, own, build.device)
     build.new_exchange = partial(GangReduction, gang)
-    build.new_leaf = lambda: Leaf(build.micro_batches, build.rows, refuses_none(gang))
+    build.new_leaf = partial(Leaf, refuses_none=refuses_none(gang))
     build.new_participants.append(lambda: orders)
 
 

@@ -147,7 +147,7 @@ def _one(
     if batch is None:  # all its rows lie in bad row groups
         return 0.0, 0.0, {}, data.rows(i)
     left_out = data.masked(i)
-    with session.transaction.leaves.leaf.micro_batches.autocast():
+    with session.transaction.leaves.leaf.autocast():
         loss, weight, metrics = parse_loss(fn(model, batch), data.rows(i) - left_out)
     result = MicroBatchResult(float(loss), weight, metrics)
     return result.loss, result.weight, result.metrics, left_out

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -26,7 +25,7 @@ from elastic_dp.train.state.module_buffers import LeafBuffers, ModuleBuffers
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.step.batch_source import RowSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
-from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner
+from elastic_dp.train.step.micro_batch import Leaf, MicroBatchResult
 from elastic_dp.train.step.participants import StepParticipant
 
 
@@ -76,57 +75,6 @@ class Turn:
     expected: float  # the weight of the step
     virtual_worker: int
     runner: LeafRunner
-
-
-@dataclass
-class Leaf:
-    """How a virtual worker makes its gradient in a step: here, by one forward and one backward
-    pass. `refuses_none`: raises the error for a virtual worker without a loss to run backward from,
-    where there must be one."""
-
-    makes = "gradient"  # for messages
-
-    micro_batches: MicroBatchRunner
-    rows: RowSource
-    refuses_none: Callable[[int, int], None] = lambda step, virtual_worker: None
-
-    def run(self, turn: Turn) -> None:
-        """Runs a virtual worker, which may have no rows, and adds its gradient by `LeafRunner.add`.
-        Raises GroupError if the group was lost meanwhile."""
-        runner, step, v = turn.runner, turn.step, turn.virtual_worker
-        points, loss, result = runner.points, None, None
-        if self.rows.rows(step, v) > 0:
-            if points is not None:
-                points("before_forward", step)
-            batch = self.micro_batches.batch(step, v)
-            loss, result = self.micro_batches.forward(batch, step, v, turn.expected)
-            if points is not None:
-                points("forward", step)
-            runner.gradients.before_backward()
-        if runner.meanwhile is not None:
-            runner.meanwhile()
-        if loss is None:
-            self.refuses_none(step, v)
-        else:
-            if points is not None:
-                points("backward", step)
-            self.micro_batches.backward(loss)
-        runner.add(turn, result, contributes=loss is not None)
-
-    def first_batch(self, virtual_worker: int) -> int:
-        """Returns the number of its first micro-batch in step 1."""
-        return virtual_worker
-
-    def try_out(self, virtual_worker: int, batch: Any) -> MicroBatchResult | None:
-        """Runs on this micro-batch before the first step, into `p.grad`; None: no gradient."""
-        expected = float(self.rows.rows(1, virtual_worker))
-        with self.micro_batches.trial():
-            loss, result = self.micro_batches.forward(batch, 1, virtual_worker, expected)
-        if loss is None:
-            self.refuses_none(1, virtual_worker)
-            return None
-        self.micro_batches.backward(loss)
-        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +147,6 @@ class LeafRunner:
     points: Callable[[str, int], None] | None  # of `PhaseReporter`
     exact: bool
     keeps_finished: bool = True
-    micro_batches: Callable[[int], int] = lambda step: 1  # of a virtual worker, by step
     lineage_id: int = 0  # of the state; see `Membership.lineage_id`
     # Does what can be done meanwhile for gradients of an earlier step.
     meanwhile: Callable[[], None] | None = None
@@ -255,7 +202,7 @@ class LeafRunner:
         With `sends`, the gradients of the last leaf are sent in its backward pass. An `idle` worker
         runs none. Raises GroupError, and LossError if a loss function has changed a parameter."""
         self.state.model_guard.leaves_begin()
-        self.speed.begin(self.micro_batches(step))
+        self.speed.begin(self.leaf.micro_batches(step))
         last = share[-1][1] if sends and share else None
         virtual_workers, expected = self.shares.virtual_workers(step), self.expected_weight(step)
         self.results = {}
@@ -279,7 +226,7 @@ class LeafRunner:
                 self.gradients.add_finished(node, work.gradients, merges, reused_until == last)
                 self.results |= work.results
                 self.buffers.reuse(work.buffers)
-        self.leaf.micro_batches.check_written()
+        self.leaf.check_written()
         return self.results
 
     def _run_leaf(self, turn: Turn, *, idle: bool) -> None:

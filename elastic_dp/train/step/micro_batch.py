@@ -1,4 +1,4 @@
-"""One virtual worker's micro-batch: read, seeded, and run forward, up to the loss."""
+"""One virtual worker's turn: its micro-batch is read, seeded, and run forward and backward."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,12 +16,12 @@ from elastic_dp.device.gpu import strict_backward
 from elastic_dp.device.graph_replay import begin_graph_iteration, outside_graphs
 from elastic_dp.errors import LossError
 from elastic_dp.sampling.seeds import batch_seed, seed_for
-from elastic_dp.train.gang import Gang
-from elastic_dp.train.state.train_state import TrainState
-from elastic_dp.train.step.batch_source import BatchSource
-from elastic_dp.train.step.compute_speed import ComputeSpeed
 from elastic_dp.train.step.loss_result import parse_loss
 from elastic_dp.train.step.precision import autocast
+
+if TYPE_CHECKING:
+    from elastic_dp.train.step.leaf_runner import Turn
+    from elastic_dp.train.step_builder import StepBuilder
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -66,29 +66,28 @@ def take_read(results: Mapping[int, MicroBatchResult], read: Iterable[torch.Tens
         result.take([next(values).reshape(1).tolist()[0] for _ in result.unread])
 
 
-class MicroBatchRunner:
-    """`precision`: of `ctx.steps`."""
+class Leaf:
+    """How a virtual worker makes its gradient in a step: here, by one forward and one backward pass
+    of one micro-batch."""
 
-    several = False  # whether a virtual worker has more than one in a step
+    makes = "gradient"  # for messages
+    several = False  # whether a virtual worker has more than one micro-batch in a step
 
     def __init__(
         self,
-        state: TrainState,
-        loss_fn: LossFn,
-        data: BatchSource,
-        device: torch.device,
-        seed: int,
-        speed: ComputeSpeed,
-        report: Callable[[str], None],
+        build: StepBuilder,
         *,
-        exact: bool,
-        precision: str | None,
-        gang: Gang | None = None,
+        refuses_none: Callable[[int, int], None] = lambda step, virtual_worker: None,
     ) -> None:
-        self._state, self._loss_fn, self._data = state, loss_fn, data
-        self._device, self._seed, self._speed, self._report = device, seed, speed, report
-        self._exact, self.autocast = exact, autocast(precision, device)
-        self._asynchronous = accelerator_of(device).asynchronous
+        """`refuses_none`: raises the error for a virtual worker without a loss to run backward
+        from, where there must be one."""
+        given, spec, gang = build.given, build.spec, build.gang
+        self._state, self._loss_fn, self._data = build.state, given.loss_fn, build.data
+        self._device, self._seed, self._speed = build.device, spec.data.seed, build.speed
+        self._report, self._exact = build.reporter.report, spec.exact
+        self.rows, self._refuses_none = build.rows, refuses_none
+        self.autocast = autocast(given.precision, build.device)
+        self._asynchronous = accelerator_of(build.device).asynchronous
         # The number by which random ones are drawn.
         self._key = gang.micro_batch if gang is not None else int
         self._is_trial = False  # this is the micro-batch before the first step
@@ -99,6 +98,49 @@ class MicroBatchRunner:
     def is_strict(self) -> bool:
         """Whether backward passes are those of `strict_backward`."""
         return self.backward is strict_backward
+
+    def run(self, turn: Turn) -> None:
+        """Runs a virtual worker, which may have no rows, and adds its gradient by `LeafRunner.add`.
+        Raises GroupError if the group was lost meanwhile."""
+        runner, step, v = turn.runner, turn.step, turn.virtual_worker
+        points, loss, result = runner.points, None, None
+        if self.rows.rows(step, v) > 0:
+            if points is not None:
+                points("before_forward", step)
+            loss, result = self.forward(self.batch(step, v), step, v, turn.expected)
+            if points is not None:
+                points("forward", step)
+            runner.gradients.before_backward()
+        if runner.meanwhile is not None:
+            runner.meanwhile()
+        if loss is None:
+            self._refuses_none(step, v)
+        else:
+            if points is not None:
+                points("backward", step)
+            self.backward(loss)
+        runner.add(turn, result, contributes=loss is not None)
+
+    def micro_batches(self, step: int) -> int:
+        """Returns how many a virtual worker has in a step."""
+        return 1
+
+    def first_batch(self, virtual_worker: int) -> int:
+        """Returns the number of its first micro-batch in step 1."""
+        return virtual_worker
+
+    def try_out(self, virtual_worker: int, batch: Any) -> MicroBatchResult | None:
+        """Runs on this micro-batch before the first step, into `p.grad`; None: no gradient."""
+        expected = float(self.rows.rows(1, virtual_worker))
+        with self.trial():
+            loss, result = self.forward(batch, 1, virtual_worker, expected)
+        if loss is None:
+            self._refuses_none(1, virtual_worker)
+            return None
+        self.backward(loss)
+        return result
+
+    # ------------------------------------------------------------------------ a micro-batch
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:

@@ -145,7 +145,7 @@ class TrialRun:
         others = [text for text in because[known:] if text not in STRICT_ONLY]
         if len(others) == len(because) - known:
             return ""
-        runner = self._leaf.micro_batches
+        runner = self._leaf
         if runner.is_strict:  # attention outside of the backward pass of the loss
             return ""
         because[known:] = others
@@ -196,7 +196,7 @@ class TrialRun:
         return max(range(self._leaves.shares.least), key=lambda v: self._leaves.data.rows(1, v))
 
     def _batch(self) -> Any:
-        return self._leaf.micro_batches.batch(1, self._leaf.first_batch(self._largest()))
+        return self._leaf.batch(1, self._leaf.first_batch(self._largest()))
 
     def _run_once(self, batch: Any) -> MicroBatchResult | None:
         self._leaves.gradients.drop()  # those that the user's code has left before the loop
