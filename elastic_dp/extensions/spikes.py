@@ -14,54 +14,45 @@ from typing import Any
 
 from elastic_dp.config.failure_config import Rewind
 from elastic_dp.errors import RewindRequested
-from elastic_dp.train.state.train_state import OWN, TrainState
+from elastic_dp.train.state.train_state import OWN
 from elastic_dp.train.step.loss_result import mean
-from elastic_dp.train.step.participants import Results, StepParticipant, Verdict
+from elastic_dp.train.step.participants import StepParticipant, Verdict
 from elastic_dp.train.step_builder import StepBuilder
 
 
 def extend(build: StepBuilder) -> None:
     """Looks at the loss of each step."""
-    rule, recent = build.spec.failure.on_spike, RecentLosses()
-    assert rule is not None
-    state = {**build.given.state, f"{OWN}losses": recent}
-    build.given = replace(build.given, state=state)
-    left = rule.at_most - len(build.spec.left_out)
-    build.new_participants.append(lambda: SpikeRule(rule, left, recent, build.state, build.results))
-
-
-class RecentLosses:
-    """The losses of the last steps, oldest first."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"values": [*self.values]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.values = [*state["values"]]
+    found = build.spec.failure.on_spike
+    assert found is not None
+    rule = SpikeRule(found, found.at_most - len(build.spec.left_out), build)
+    build.given = replace(build.given, state={**build.given.state, f"{OWN}losses": rule})
+    build.new_participants.append(lambda: rule)
 
 
 class SpikeRule(StepParticipant):
-    """Ends the step where the loss jumps, on all members."""
+    """Ends the step where the loss jumps, on all members. A part of the training state, too."""
 
     name = "spikes"
 
-    def __init__(
-        self, rule: Rewind, left: int, recent: RecentLosses, state: TrainState, results: Results
-    ) -> None:
-        """`left`: how often the run may still be rewound."""
-        self._rule, self._left, self._recent = rule, left, recent
-        self._state, self._results = state, results
+    def __init__(self, rule: Rewind, left: int, build: StepBuilder) -> None:
+        """`left`: how often the run may still be rewound. `build`: has the results of a step, once
+        its parts are made."""
+        self._rule, self._left, self._build = rule, left, build
+        self._recent: list[float] = []  # losses of the last steps, oldest first
         self._loss = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": [*self._recent]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._recent = [*state["values"]]
 
     def begin(self, step: int) -> None:
         self._step = step
 
     def agree(self, proposals: Sequence[bytes]) -> Verdict:
         """Raises RewindRequested, unless the loss is not finite: that fails the run later."""
-        of_all = self._results.of_all.values()
+        of_all = self._build.results.of_all.values()
         self._loss = mean([(one.loss, one.weight) for one in of_all])
         why = self._why()
         if why and self._left > 0:
@@ -72,9 +63,9 @@ class SpikeRule(StepParticipant):
 
     def _why(self) -> str:
         """Returns what is wrong with the loss, or an empty text."""
-        loss, recent, rule = self._loss, self._recent.values, self._rule
+        loss, recent, rule = self._loss, self._recent, self._rule
         if not math.isfinite(loss):  # with a loss scale, the step is left out
-            return f"the loss is {loss}" if self._state.loss_scale is None else ""
+            return f"the loss is {loss}" if self._build.loss_scale is None else ""
         if len(recent) < rule.window:
             return ""
         usual = median(recent)  # where it is 0, no size is known that a loss may have
@@ -86,4 +77,4 @@ class SpikeRule(StepParticipant):
 
     def commit(self) -> None:
         if math.isfinite(self._loss):
-            self._recent.values = [*self._recent.values, self._loss][-self._rule.window :]
+            self._recent = [*self._recent, self._loss][-self._rule.window :]

@@ -18,7 +18,7 @@ from elastic_dp.cli import app
 from elastic_dp.cluster.runs.rewind import rewind
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.errors import CheckpointError, LossError, RewindRequested, RunMismatch, SpecError
-from elastic_dp.extensions.spikes import RecentLosses, SpikeRule
+from elastic_dp.extensions.spikes import SpikeRule
 from elastic_dp.storage import Store
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.runs import PATIENT, Points, group, spec_of
@@ -129,16 +129,11 @@ def test_the_run_rewinds_itself_at_a_jump_and_at_nan(tmp_path):
     ],
 )
 def test_jump_is_measured_by_the_size_of_the_median(recent, loss, jumps):
-    losses = RecentLosses()
-    losses.values = recent
     result = types.SimpleNamespace(loss=loss, weight=1.0)
-    rule = SpikeRule(
-        edp.Rewind(factor=5.0, window=3, before=1, after=1),
-        1,
-        losses,
-        types.SimpleNamespace(loss_scale=None),
-        types.SimpleNamespace(of_all={0: result}),
-    )
+    results = types.SimpleNamespace(of_all={0: result})
+    build = types.SimpleNamespace(loss_scale=None, results=results)
+    rule = SpikeRule(edp.Rewind(factor=5.0, window=3, before=1, after=1), 1, build)
+    rule.load_state_dict({"values": recent})
     rule.begin(7)
     with pytest.raises(RewindRequested) if jumps else contextlib.nullcontext():
         rule.agree([])
