@@ -86,28 +86,12 @@ class MasterWeights(torch.optim.Optimizer):
         options = {key: value for key, value in group.items() if key != "param_names"}
         inner: Any = self.optimizer_class([options | {"params": masters}])  # type: ignore[call-arg]
         inner.state.update(states)
-        before = self._before(masters)
         inner.step()
         for p, master in zip(parameters, masters, strict=True):
             self.state[p] = inner.state[master]
             if master is not p:
                 self.state[p] = {"master": master, **inner.state[master]}
                 master.grad = None
-        self._write(parameters, masters, before)
-
-    def _before(self, masters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Returns what `_write` needs of the masters before an update."""
-        return ()
-
-    def _write(
-        self,
-        parameters: Sequence[torch.Tensor],
-        masters: Sequence[torch.Tensor],
-        before: Sequence[torch.Tensor],
-    ) -> None:
-        """Makes the parameters of their masters."""
-        for p, master in zip(parameters, masters, strict=True):
-            if master is not p:
                 p.copy_(master)
 
     def _in_parts(self, parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from elastic_dp.errors import SpecError
-from elastic_dp.train.master_weights import MasterWeights
+from elastic_dp.train.master_weights import MasterWeights, master_dtype
 
 
 class WeightPrediction(MasterWeights):
@@ -59,22 +59,18 @@ class WeightPrediction(MasterWeights):
     def _has_master(self, p: torch.Tensor) -> bool:
         return True  # the parameter itself is a prediction
 
-    def _before(self, masters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return [master.clone() for master in masters]
-
     def _updated(self) -> None:
         self.param_groups[0]["updates"] += 1
 
-    def _write(
-        self,
-        parameters: Sequence[torch.Tensor],
-        masters: Sequence[torch.Tensor],
-        before: Sequence[torch.Tensor],
-    ) -> None:
+    def _update(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
         updates = self.param_groups[0]["updates"]
         ahead = self.ahead[max(begin for begin in self.ahead if begin <= updates)]
-        for p, master, old in zip(parameters, masters, before, strict=True):
-            p.copy_(torch.add(master, old.neg_().add_(master), alpha=ahead) if ahead else master)
+        predicted = parameters if ahead else ()
+        before = [self.state[p].get("master", p).to(master_dtype(p), copy=True) for p in predicted]
+        super()._update(group, parameters)
+        for p, old in zip(predicted, before, strict=True):
+            master = self.state[p]["master"]
+            p.copy_(torch.add(master, old.neg_().add_(master), alpha=ahead))
 
 
 def _is_number(ahead: Any) -> bool:
