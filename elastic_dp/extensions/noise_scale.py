@@ -73,8 +73,10 @@ class NoiseScaleEstimates(StepParticipant):
             return
         exchange, leaves = self._gradient.exchange, self._gradient.leaves
         scaled = leaves.expected_weight(self._step) / leaves.scale
-        results = self._results.of_all.values()
-        squares = [result.take_leaf_square(LEAF_SQUARE, scaled) for result in results]
+        squares = [  # of the gradient of its mean loss, with the weight
+            (one.metrics.pop(LEAF_SQUARE) / (one.weight / scaled) ** 2, one.weight)
+            for one in self._results.of_all.values()
+        ]
         if exchange.finite and exchange.norm is not None:
             self._found = estimated(squares, float(exchange.norm.square))
 

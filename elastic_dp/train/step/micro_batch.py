@@ -43,12 +43,6 @@ class MicroBatchResult:
         else:
             self.metrics[name] = float(value)
 
-    def take_leaf_square(self, name: str, scaled: float) -> tuple[float, float]:
-        """Removes this metric, the square of the norm of its gradient. Returns it for the gradient
-        of its mean loss, and its weight. `scaled`: what the loss was divided by for its weight."""
-        factor = self.weight / scaled
-        return self.metrics.pop(name) / factor**2, self.weight
-
     def take(self, values: Sequence[float]) -> None:
         """Takes the values of `unread`, in its order."""
         for name, value in zip(self.unread, values, strict=True):

@@ -112,10 +112,7 @@ class StepGradient(StepParticipant):
     def prepare(self) -> None:
         weight = self.weight = total_weight(self._step, self._results.of_all.values())
         expected = self.leaves.expected_weight(self._step) * self.exchange.divided_by
-        loss_scale = self._state.loss_scale
-        self._factor = (expected / weight if weight else 1.0) / (
-            loss_scale.scale if loss_scale else 1.0
-        )
+        self._factor = (expected / weight if weight else 1.0) / self.leaves.scale
         self.exchange.finish(self.factor, self.used)
 
     def check_finite(self) -> None:
