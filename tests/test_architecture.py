@@ -288,7 +288,7 @@ BUDGETS = {
     "data": (7_460, 5_600),
     "dataprep": (1_515, 1_100),
     "device": (830, 620),
-    "distributed": (4_070, 3_100),
+    "distributed": (4_040, 3_100),
     "extensions": (4_100, 3_300),
     "integrations": (1_620, 950),
     "report": (1_245, 800),
