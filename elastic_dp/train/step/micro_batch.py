@@ -172,7 +172,7 @@ class Leaf:
         if self.several or self._is_trial:  # else after those of all virtual workers
             self.check_written()
         rows = self._data.rows(step, v) - self._data.masked(step, v)
-        # The host would wait for the device at each value, so `StepRunner` reads all together.
+        # The host would wait for the device at each value, so `Transaction` reads all together.
         unread: dict[str | None, torch.Tensor] = {}
         later = self._asynchronous and not self._is_trial
         loss, weight, metrics = parse_loss(returned, rows, unread if later else None)
