@@ -52,24 +52,19 @@ def assign_pieces(
     if world_size == 1:
         return [Holders(0, None) for _ in sizes]
     assignment = _Assignment(sizes, world_size, topology)
-    alone: list[tuple[int, int]] = []
-    nobody: list[int] = []
-    everyone = range(world_size)
-    held = held or [()] * len(sizes)
+    everyone, held = range(world_size), held or [()] * len(sizes)
     for piece in sorted(range(len(sizes)), key=lambda piece: len(held[piece]) != 2):
         ranks = sorted(held[piece])
         if len(ranks) > 1:
             assignment.place(piece, ranks if len(ranks) == 2 else assignment.best_pair(ranks))
-        elif ranks:
-            alone.append((piece, ranks[0]))
-        else:
-            nobody.append(piece)
     # Unless a rank holds its part already, as where one member has everything.
-    kept = {piece: rank for piece, rank in alone if assignment.keep(piece, rank)}
+    alone = {piece: min(ranks) for piece, ranks in enumerate(held) if len(ranks) == 1}
+    kept = {piece: rank for piece, rank in alone.items() if assignment.keep(piece, rank)}
     for piece, rank in kept.items():
         assignment.place(piece, [assignment.best_partner(rank, everyone)])
-    for piece in [*(piece for piece, _ in alone if piece not in kept), *nobody]:
-        assignment.place(piece, assignment.best_pair(everyone))
+    for piece in (piece for piece, ranks in enumerate(held) if len(ranks) < 2):
+        if piece not in kept:
+            assignment.place(piece, assignment.best_pair(everyone))
     assignment.balance()
     assignment.separate()
     return assignment.with_primaries(kept)
