@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
-from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from elastic_dp.errors import SpecError
@@ -28,7 +27,7 @@ def check_fields(config: Any, **least: float) -> None:
         hint: Any = hints[field.name]
         kinds = hint, *get_args(hint)  # those of a union
         generics: list[Any] = [get_origin(kind) for kind in kinds]
-        if value is None and NoneType not in kinds and field.default not in (None, MISSING):
+        if value is None and type(None) not in kinds and field.default not in (None, MISSING):
             raise SpecError(f"{name} is None; leave it out for {field.default!r}")
         if value is None or Mapping in generics:
             continue
