@@ -157,8 +157,8 @@ def test_connect_without_an_address_takes_the_one_cluster_of_this_user(
     connected.clear()
     cluster_connection.connect("d:4")
     monkeypatch.setenv("RAY_ADDRESS", "e:5")
-    cluster_connection.connect(None)  # Ray goes by it
-    assert connected == ["d:4", "auto"]
+    cluster_connection.connect(None)
+    assert connected == ["d:4", "e:5"]
 
 
 def test_address_where_nobody_listens_is_refused_without_asking_ray(monkeypatch):
