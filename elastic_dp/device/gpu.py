@@ -159,53 +159,24 @@ def chooses_kernels_by_time(device: torch.device) -> bool:
 
 # -------------------------------------------------------------------------------------- attention
 
-BY_STRICT_PASSES = (
-    "exact=True: the backward passes of flash and memory-efficient attention are deterministic, "
-    "and slower than their usual ones. An operator in a backward pass that has no deterministic "
-    "kernel is an error"
-)
 BY_MATH = (
-    "exact=True: scaled_dot_product_attention runs by the math kernel, since another operator in "
-    "the backward pass has no deterministic kernel. It keeps the scores of all pairs of positions "
-    "in memory and is slower than the others. To use another one, and lose exactness, call the "
-    "model under torch.nn.attention.sdpa_kernel in the loss function"
+    "exact=True: scaled_dot_product_attention runs by the math kernel, the one whose backward pass "
+    "is deterministic. It keeps the scores of all pairs of positions in memory and is slower than "
+    "the others. To use another one, and lose exactness, call the model under "
+    "torch.nn.attention.sdpa_kernel in the loss function"
 )
-# What torch says of them in a backward pass, outside of `strict_backward`.
-STRICT_ONLY = tuple(
-    f"{kernel} defaults to a non-deterministic algorithm"
-    for kernel in ("Flash Attention", "Memory Efficient attention")
-)
-_STRICT = ["flash", "mem_efficient", "math"]
 
 
 def exact_attention(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """A context in which attention runs by a kernel that has a deterministic backward pass, unless
-    the user has chosen some. Those of flash and memory-efficient attention run in
-    `strict_backward`."""
+    """A context in which attention runs by a kernel whose backward pass is deterministic, unless
+    the user has chosen some. Flash and memory-efficient attention have such a pass, too, but only
+    where every operator without a deterministic kernel is an error."""
     chosen = len(_attention_kernels()) < len(_ATTENTION)
-    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel(kernels) if is_gpu(device) and not chosen else nullcontext()
+    return sdpa_kernel(SDPBackend.MATH) if is_gpu(device) and not chosen else nullcontext()
 
 
-def strict_backward(loss: torch.Tensor) -> None:
-    """A backward pass in which an operator without a deterministic kernel is an error. Flash and
-    memory-efficient attention are deterministic in such passes only (`attention_backward.cu` of
-    torch)."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        loss.backward()
-    finally:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-
-
-def attend_by_math() -> bool:
-    """Lets attention run by the math kernel alone, within `exact_attention`. Returns False, and
-    changes nothing, where the user has chosen kernels."""
-    if _attention_kernels() != _STRICT:
-        return False
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    return True
+def attends_by_math(device: torch.device) -> bool:
+    return is_gpu(device) and _attention_kernels() == ["math"]
 
 
 def _attention_kernels() -> list[str]:

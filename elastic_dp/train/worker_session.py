@@ -36,6 +36,7 @@ from elastic_dp.coordinator.messages import (
 )
 from elastic_dp.device.faults import fault_of
 from elastic_dp.device.global_generators import seed_everything
+from elastic_dp.device.gpu import BY_MATH, attends_by_math
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.rendezvous import Rendezvous
 from elastic_dp.errors import GroupError, Interrupted, LoopError, MembersMissing, PiecesLost
@@ -249,12 +250,7 @@ class WorkerSession:
         self.groups.has_large_buffers = self.transaction.gradient.exchange.is_large
         self.faults.watch(list(self.state.parameters.values()))
         self._transfer = StateTransfer(self)
-        self.loop.opened = True
-        can_source = self._can_source  # as of now: the probe may take long
-        self._try_out(build.trial)
-        build.variables_guard.loss_tried()
-        strict = "; strict backward passes" if build.leaves.leaf.is_strict else ""
-        kind = build.kind_of(machine_kind(self.device, self.spec.exact) + strict)
+        kind = build.kind_of(machine_kind(self.device, self.spec.exact))
         software = software_versions(self.device, self.code)
         layout = "\n".join(map(" ".join, self.state.layout().items())).encode()
         digest, lines = hashlib.sha256(layout).hexdigest()[:16], zlib.compress(layout)
@@ -267,6 +263,12 @@ class WorkerSession:
             from elastic_dp.train.checkpointing.worker_checkpointer import FollowerCheckpoints
 
             self._opened_checkpoints = FollowerCheckpoints(self.state, self.control, self.reporter)
+        self.loop.opened = True
+        if self.spec.exact and self.is_source and attends_by_math(self.device):
+            self.link.say(BY_MATH)
+        can_source = self._can_source  # as of now: the probe may take long
+        self._try_out(build.trial)
+        build.variables_guard.loss_tried()
         told = self.control.exchange(json.dumps(self.inexact_because).encode())
         self.inexact_because[:] = dict.fromkeys(chain(*map(json.loads, told)))
         self.link.post(WorkerReady(self.worker, self._signature, can_source))
@@ -280,7 +282,7 @@ class WorkerSession:
                 trial.probe(self.inexact_because, self.link.say)
             else:
                 self.groups.load_kernels()
-                trial.warm_up(self.inexact_because)
+                trial.warm_up()
                 self.state.preallocate()  # behind the trial, whose gradients are free now
         finally:
             self.report("start")

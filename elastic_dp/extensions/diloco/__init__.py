@@ -266,7 +266,7 @@ class InnerSteps(Leaf):
                 self.gradients.check_after_loss()
                 if loss is not None:
                     passes("backward")
-                    self.backward(loss)
+                    loss.backward()
                     self.gradients.check_after_backward()
                     used |= self._update(optimizer)
                     results.append(result)

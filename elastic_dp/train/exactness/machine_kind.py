@@ -124,16 +124,14 @@ def _noted(because: list[str]) -> Iterator[None]:
             text = str(message)
             name, _, _ = text.partition(" does not have a deterministic implementation")
             named = f"{name} does not have a deterministic implementation"
-            reason = named if text.startswith(named) else text.split(". ")[0]
-            if reason not in because:
-                because.append(reason)
+            because.append(named if text.startswith(named) else text.split(". ")[0])
         else:
             show(message, *args, **kwargs)
 
-    # Python and torch show a warning once in a process. Here each counts: the trial takes one back
-    # that no longer holds. The filter comes before those that the user has set.
+    # Python and torch show a warning once in a process; this is about each run in it. A filter that
+    # is added forgets what was shown, and comes before those that the user has set.
     torch.set_warn_always(True)
-    warnings.filterwarnings("always", message=".*deterministic")
+    warnings.filterwarnings("default", message=".*deterministic")
     added, warnings.showwarning = warnings.filters[0], note
     try:
         yield

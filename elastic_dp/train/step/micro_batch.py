@@ -12,7 +12,6 @@ import torch
 
 from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.device.global_generators import seed_everything
-from elastic_dp.device.gpu import strict_backward
 from elastic_dp.device.graph_replay import begin_graph_iteration, outside_graphs
 from elastic_dp.errors import LossError
 from elastic_dp.sampling.seeds import batch_seed, seed_for
@@ -86,12 +85,6 @@ class Leaf:
         self._key = gang.micro_batch if gang is not None else int
         self._is_trial = False  # this is the micro-batch before the first step
         self._writes_back = False  # see `check_written`
-        self.backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
-
-    @property
-    def is_strict(self) -> bool:
-        """Whether backward passes are those of `strict_backward`."""
-        return self.backward is strict_backward
 
     def run(self, turn: Turn) -> None:
         """Runs a virtual worker, which may have no rows, and adds its gradient by `LeafRunner.add`.
@@ -112,7 +105,7 @@ class Leaf:
         else:
             if points is not None:
                 points("backward", step)
-            self.backward(loss)
+            loss.backward()
         runner.add(turn, result, contributes=loss is not None)
 
     def micro_batches(self, step: int) -> int:
@@ -131,7 +124,7 @@ class Leaf:
         if loss is None:
             self._refuses_none(1, virtual_worker)
             return None
-        self.backward(loss)
+        loss.backward()
         return result
 
     # ------------------------------------------------------------------------ a micro-batch

@@ -31,15 +31,7 @@ from typing import Any
 import torch
 
 from elastic_dp.device.faults import suppress_errors_of_code
-from elastic_dp.device.gpu import (
-    BY_MATH,
-    BY_STRICT_PASSES,
-    STRICT_ONLY,
-    attend_by_math,
-    chooses_kernels_by_time,
-    is_gpu,
-    strict_backward,
-)
+from elastic_dp.device.gpu import chooses_kernels_by_time, is_gpu
 from elastic_dp.errors import DataError, LossError, ModelError
 from elastic_dp.train.exactness.facts import Facts, attributes_of, facts_of, listed, with_values
 from elastic_dp.train.gang import Gang
@@ -79,16 +71,13 @@ class TrialRun:
             suppress_errors_of_code if gang is None else nullcontext
         )
 
-    def warm_up(self, because: list[str]) -> None:
+    def warm_up(self) -> None:
         """Runs one micro-batch and undoes it. The group then need not wait while this worker
         compiles the model, chooses kernels, and touches memory for the first time. A worker whose
-        code raises here, whose device fails, or that has too little memory, does not join.
-        `because`: see `probe`."""
+        code raises here, whose device fails, or that has too little memory, does not join."""
         for _ in range(2):
-            known = len(because)
             self._run_once(self._batch())
             self._undo(tried=True)
-            self._settle_attention(because, known)
             if not self._buffers.attributes.is_undecided:
                 break
 
@@ -103,11 +92,7 @@ class TrialRun:
         try:
             with self._tolerates():  # user code that raises here raises again in a step
                 left, kept = self.holds()
-                known = len(because)
                 first = self.run_trial()
-                if said := self._settle_attention(because, known):
-                    say(said)
-                    first = self.run_trial()
                 second = self.run_trial()
         finally:
             self._undo()
@@ -135,31 +120,6 @@ class TrialRun:
                 "of each micro-batch, or for that of the step clip_norm=, or "
                 "optimizer.register_step_pre_hook"
             )
-
-    def _settle_attention(self, because: list[str], known: int) -> str:
-        """If the last run used attention that is deterministic in strict backward passes alone, as
-        the reasons `because` after the first `known` tell, lets all passes be strict. If something
-        else in them is an error then, attention runs by the math kernel. Returns what a user should
-        know, or "". All workers run the same micro-batch, and so decide alike; their kinds tell if
-        not."""
-        others = [text for text in because[known:] if text not in STRICT_ONLY]
-        if len(others) == len(because) - known:
-            return ""
-        runner = self._leaf
-        if runner.is_strict:  # attention outside of the backward pass of the loss
-            return ""
-        because[known:] = others
-        runner.backward = strict_backward
-        try:
-            self._run_once(self._batch())
-        except RuntimeError as error:
-            if "deterministic" not in str(error):
-                raise
-            runner.backward = torch.Tensor.backward
-            return BY_MATH if attend_by_math() else ""
-        finally:
-            self._undo()
-        return BY_STRICT_PASSES
 
     def run_trial(self) -> ProbeOutcome | None:
         """Runs the micro-batch and undoes what it wrote. Returns None if it has no loss."""
