@@ -24,6 +24,7 @@ hypothesis.settings.load_profile("patient")
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a plain loop has the bits of a worker
 
 
 # Ray gives its own processes 30 s to start. More than two at once need longer on two cores.

@@ -114,7 +114,7 @@ class LocalRun(ControllerLink, HeartbeatStatus):
             limit.start()
         try:
             kernels = deterministic_kernels(self.spec.exact, session.inexact_because, self.device)
-            with kernels, self._interruptible(session):
+            with kernels as session.listen_to_warnings, self._interruptible(session):
                 call_train_function(train, session)
                 with contextlib.suppress(Released):
                     session.serve_until_released()

@@ -67,6 +67,7 @@ class StepBuilder:
     planned_checkpoint: Callable[[int], bool] | None
     describe_worker: Callable[[], str]
     gang: Gang | None
+    listen_to_warnings: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         """Checks the arguments."""

@@ -32,7 +32,8 @@ _EXIT_CODE = 70  # of a process whose device has failed (EX_SOFTWARE)
 def train_until_released(train: TrainFunction, session: WorkerSession) -> str:
     """Runs the train function until this worker is released. Returns the reason. An exception of
     user code is posted, not raised."""
-    with deterministic_kernels(session.spec.exact, session.inexact_because, session.device):
+    kernels = deterministic_kernels(session.spec.exact, session.inexact_because, session.device)
+    with kernels as session.listen_to_warnings:
         try:
             try:
                 call_train_function(train, session)

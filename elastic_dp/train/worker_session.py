@@ -15,7 +15,7 @@ import hashlib
 import json
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -126,6 +126,7 @@ class WorkerSession:
 
     def __post_init__(self) -> None:
         self.inexact_because: list[str] = []
+        self.listen_to_warnings: Callable[[], None] = lambda: None  # of `deterministic_kernels`
         self.loop = UserLoop()
         self.progress = WorkerProgress()
         self._said_skipped = set[int]()  # row groups
@@ -244,6 +245,7 @@ class WorkerSession:
             planned_checkpoint=None if self.checkpoints is None else self._plans_checkpoint,
             describe_worker=self._described,
             gang=self.gang,
+            listen_to_warnings=self.listen_to_warnings,
         )
         self._parts = build
         build.make_parts()
@@ -277,6 +279,7 @@ class WorkerSession:
         """Runs a micro-batch before the first step, and undoes it."""
         leaves = self.transaction.leaves
         leaves.gradients.preallocate(leaves.shares.least)
+        self.listen_to_warnings()
         try:
             if self.is_source:
                 trial.probe(self.inexact_because, self.link.say)

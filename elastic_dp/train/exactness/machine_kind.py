@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import platform
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
@@ -82,11 +83,14 @@ def why_inexact(operations: Sequence[str], kinds: Sequence[str]) -> tuple[str, .
 
 
 @contextlib.contextmanager
-def deterministic_kernels(exact: bool, because: list[str], device: torch.device) -> Iterator[None]:
+def deterministic_kernels(
+    exact: bool, because: list[str], device: torch.device
+) -> Iterator[Callable[[], None]]:
     """A context with deterministic kernels, if `exact`. Every operation that had none is added to
-    `because`. Raises SpecError."""
+    `because`. The function that it gives is to be called again and again, since user code may
+    filter warnings. Raises SpecError."""
     if not exact:
-        yield
+        yield lambda: None
         return
     cudnn, deterministic = torch.backends.cudnn, cast(Any, torch.utils.deterministic)
     with contextlib.ExitStack() as restores:
@@ -108,35 +112,52 @@ def deterministic_kernels(exact: bool, because: list[str], device: torch.device)
                 "imported), or use exact=False"
             ) from error
         restores.callback(setattr, cudnn, "benchmark", by_time)
-        restores.enter_context(_noted(because))
+        listen = restores.enter_context(_noted(because))
         settle_cublas(device)
         with exact_attention(device):
-            yield
+            yield listen
 
 
 @contextlib.contextmanager
-def _noted(because: list[str]) -> Iterator[None]:
-    """A context in which warnings of operations without a deterministic kernel are noted."""
-    show, always = warnings.showwarning, torch.is_warn_always_enabled()
+def _noted(because: list[str]) -> Iterator[Callable[[], None]]:
+    """A context in which warnings of operations without a deterministic kernel are noted. The
+    function that it gives restores this where user code has filtered or redirected warnings."""
+    filters: list[Any] = []  # the one that was added
+    hooks: list[tuple[Any, Any]] = []  # each with the one before
 
-    def note(message: Any, *args: Any, **kwargs: Any) -> None:
-        if "deterministic" in str(message):
-            text = str(message)
-            name, _, _ = text.partition(" does not have a deterministic implementation")
-            named = f"{name} does not have a deterministic implementation"
-            because.append(named if text.startswith(named) else text.split(". ")[0])
-        else:
+    def note(show: Callable[..., None], message: Any, *args: Any, **kwargs: Any) -> None:
+        text = str(message)
+        if "deterministic" not in text:
             show(message, *args, **kwargs)
+            return
+        name, _, _ = text.partition(" does not have a deterministic implementation")
+        named = f"{name} does not have a deterministic implementation"
+        reason = named if text.startswith(named) else text.split(". ")[0]
+        if reason not in because:
+            because.append(reason)
 
-    # Python and torch show a warning once in a process; this is about each run in it. A filter that
-    # is added forgets what was shown, and comes before those that the user has set.
+    def forget_filter() -> None:
+        with contextlib.suppress(ValueError, IndexError):  # user code has taken it away
+            warnings.filters.remove(filters.pop())  # type: ignore[attr-defined]
+
+    def listen() -> None:
+        if not filters or not warnings.filters or warnings.filters[0] is not filters[0]:
+            forget_filter()
+            # Python shows a warning once in a process; this is about each run in it. A filter that
+            # is added forgets what was shown, and comes before others.
+            warnings.filterwarnings("default", message=".*deterministic")
+            filters.append(warnings.filters[0])
+        if not hooks or warnings.showwarning is not hooks[-1][0]:
+            hooks.append((partial(note, warnings.showwarning), warnings.showwarning))
+            warnings.showwarning = hooks[-1][0]
+
+    always = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
-    warnings.filterwarnings("default", message=".*deterministic")
-    added, warnings.showwarning = warnings.filters[0], note
+    listen()
     try:
-        yield
+        yield listen
     finally:
         torch.set_warn_always(always)
-        with contextlib.suppress(ValueError):  # user code has taken it away
-            warnings.filters.remove(added)  # type: ignore[attr-defined]
-        warnings.showwarning = show
+        forget_filter()
+        if warnings.showwarning is hooks[-1][0]:
+            warnings.showwarning = hooks[-1][1]

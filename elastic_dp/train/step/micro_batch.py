@@ -79,6 +79,7 @@ class Leaf:
         self._device, self._seed, self._speed = build.device, spec.data.seed, build.speed
         self._report, self._exact = build.reporter.report, spec.exact
         self.rows, self._refuses_none = build.rows, refuses_none
+        self._listen_to_warnings = build.listen_to_warnings
         self.autocast = autocast(given.precision, build.device)
         self._asynchronous = accelerator_of(build.device).asynchronous
         # The number by which random ones are drawn.
@@ -162,6 +163,7 @@ class Leaf:
         torch.clear_autocast_cache()
         with self._state.model_guard.loss_runs(), self.autocast():
             returned = self._loss_fn(self._state.model, batch)
+        self._listen_to_warnings()  # in the backward pass
         if self.several or self._is_trial:  # else after those of all virtual workers
             self.check_written()
         rows = self._data.rows(step, v) - self._data.masked(step, v)

@@ -1,6 +1,7 @@
 """Which machines are expected to compute the same bits, and what breaks exactness, or changes when
 a run is started again, is said by name."""
 
+import logging
 import types
 import warnings
 from functools import partial
@@ -152,6 +153,57 @@ def test_operation_without_a_deterministic_kernel_is_named_in_each_run_of_a_proc
 
 
 CPU = torch.device("cpu")
+
+
+class NotDeterministic(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        has_no_deterministic_kernel()
+        return gradient
+
+
+def of_user(show):
+    """A function that shows warnings, and leaves most of it to another."""
+    return lambda *args, **kwargs: show(*args, **kwargs)
+
+
+def wrap():
+    warnings.showwarning = of_user(warnings.showwarning)
+
+
+@pytest.mark.parametrize(
+    "redirect",
+    [
+        lambda: warnings.simplefilter("ignore"),
+        lambda: warnings.filterwarnings("ignore", category=UserWarning),
+        warnings.resetwarnings,
+        lambda: logging.captureWarnings(True),
+        wrap,
+    ],
+)
+@pytest.mark.parametrize("where", ["before the loop", "in the loss", "in the body"])
+def test_user_code_that_hides_warnings_does_not_make_a_run_exact(redirect, where):
+    def train(ctx):
+        def loss_fn(model, batch):
+            if where == "in the loss":
+                redirect()
+            return NotDeterministic.apply(model(batch["x"])).square().mean()
+
+        model = torch.nn.Linear(16, 3)
+        if where == "before the loop":
+            redirect()
+        for _ in ctx.steps(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn):
+            if where == "in the body":
+                redirect()
+
+    with warnings.catch_warnings():
+        run = local(spec_of(steps=3), train)
+        logging.captureWarnings(False)
+    assert run._session.inexact_because == ["put_ does not have a deterministic implementation"]
 
 
 @pytest.mark.parametrize(
