@@ -15,7 +15,7 @@ import statistics
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -46,7 +46,7 @@ from elastic_dp.distributed.device_connection import ABORT_LIMIT_S
 from elastic_dp.distributed.nccl_environment import set_nccl_environment
 from elastic_dp.run_record import RunOutcome
 from elastic_dp.testing.process_worker_group import ProcessRun
-from elastic_dp.train.exactness.machine_kind import machine_kind
+from elastic_dp.train.exactness.machine_kind import deterministic_kernels, machine_kind
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.local_run import LocalRun
 from tests.kit.simulated_device import SimulatedAccelerator, SimulatedDevice
@@ -557,22 +557,18 @@ def faults(setup: Setup) -> dict[str, Any]:
     return same({name: outcome.digest for name, outcome in outcomes.items()}) | lost_of
 
 
-def overhead(setup: Setup) -> dict[str, Any]:
-    """A step of one worker beside plain DDP over the same micro-batches, and how often the host
-    waits for the device in it: once. (Of one worker: nothing is sent.)"""
-    steps = setup.pick(40, 6)
-    marks: list[float] = []
+def waits(setup: Setup) -> dict[str, Any]:
+    """How often the host waits for the device in a step: once."""
     ends: list[int] = []  # of each step, in the list of warnings
-    spec = job(setup, steps=steps)
+    spec = job(setup, steps=setup.pick(40, 6))
 
     def noted(ctx: Any) -> None:
         log = ctx.log
 
         def mark(metrics: Any) -> None:
-            marks.append(time.perf_counter())
             ends.append(len(caught))
             if setup.on_gpu:
-                torch.cuda.set_sync_debug_mode("warn" if len(marks) >= 3 else "default")
+                torch.cuda.set_sync_debug_mode("warn" if len(ends) >= 3 else "default")
 
         ctx.log = mark
         train(ctx)
@@ -583,15 +579,12 @@ def overhead(setup: Setup) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         LocalRun(spec, data, setup.torch_device).run(noted)
-    if setup.on_gpu:
-        torch.cuda.set_sync_debug_mode("default")
-    ours = statistics.median(b - a for a, b in itertools.pairwise(marks[2:]))
-    facts = setup.note(ms=round(1e3 * ours, 2))
-    waits = waits_for_the_device(caught, ends[2:]) if setup.on_gpu else []
-    facts |= setup.note(syncs_per_step=max(map(len, waits), default=None))
-    plain = ddp_step_s(setup, setup.torch_device, steps)
-    facts |= setup.note(ddp_ms=round(1e3 * plain, 2), ratio=round(ours / plain, 3))
-    check_waits(waits)
+    if not setup.on_gpu:
+        return {}
+    torch.cuda.set_sync_debug_mode("default")
+    found = waits_for_the_device(caught, ends[2:])
+    facts = setup.note(syncs_per_step=max(map(len, found), default=None))
+    check_waits(found)
     return facts
 
 
@@ -610,32 +603,36 @@ def check_waits(waits: Sequence[Sequence[str]]) -> None:
             raise Wrong(f"the host waits {len(where)} times for the device in a step: {where}")
 
 
-def ddp_step_s(setup: Setup, device: torch.device, steps: int) -> float:
-    """Time DDP as one would write it without this package: gradients are accumulated by
-    autograd."""
-    rows, size = Rows(), setup.pick(16, 2)
-    backend = "nccl" if setup.on_gpu else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    model = nn.parallel.DistributedDataParallel(build("gpt", setup.pick(128, 32)).to(device))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = [
-        torch.utils.data.default_collate([rows[v * size + i] for i in range(size)])
-        for v in range(VIRTUAL_WORKERS)
-    ]
-    marks = []
-    for _ in range(steps):
-        for v, given in enumerate(batches):
-            is_last = v == VIRTUAL_WORKERS - 1
-            batch = {name: value.to(device) for name, value in given.items()}
-            with contextlib.nullcontext() if is_last else model.no_sync():
-                (loss_of("gpt", model, batch) / VIRTUAL_WORKERS).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        marks.append(time.perf_counter())
-    return statistics.median(b - a for a, b in itertools.pairwise(marks[1:]))
+def attention(setup: Setup) -> dict[str, Any]:
+    """Kernels of attention in an exact run: equal bits in repeated backward passes, and the time of
+    a forward and backward pass, relative to torch's own choice."""
+    device, facts = setup.torch_device, dict[str, Any]()
+    for dtype in (torch.bfloat16, torch.float32):
+        drawn = torch.randn(3, *setup.pick((4, 12, 1024, 64), (1, 2, 64, 16)), device=device)
+        q, k, v = (x.requires_grad_() for x in drawn.to(dtype).unbind())
+
+        def timed(times: int) -> Iterator[tuple[float, str, tuple[torch.Tensor, ...]]]:
+            for _ in range(times):
+                begin = time.perf_counter()
+                y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: B023
+                gradients = torch.autograd.grad(y.square().sum(), (q, k, v))  # noqa: B023
+                gradients[0].sum().item()
+                yield 1e3 * (time.perf_counter() - begin), type(y.grad_fn).__name__, gradients
+
+        def named(all_passes: Sequence[Any]) -> tuple[str, float]:
+            return all_passes[0][1], round(statistics.median(ms for ms, *_ in all_passes), 3)
+
+        usual = named([*timed(setup.pick(30, 3))])
+        because: list[str] = []
+        with deterministic_kernels(True, because, device):
+            exact = [*timed(setup.pick(50, 3))]
+        facts |= setup.note(**{str(dtype): {"exact": named(exact), "usual": usual}})
+        for _, kernel, gradients in exact:
+            if not all(map(torch.equal, gradients, exact[0][2])):
+                raise Wrong(f"{kernel} in {dtype} gives other bits each time")
+        if because:
+            raise Wrong(f"not exact in {dtype}: {because}")
+    return facts
 
 
 def step(setup: Setup) -> dict[str, Any]:
@@ -1052,6 +1049,7 @@ _WITH_AUTOTUNE: Any = {"plain": "max-autotune-no-cudagraphs", "graphs": "max-aut
 CHECKS: dict[str, Check] = {
     "environment": Check(environment, 60.0),
     "step": Check(step, 150.0),
+    "attention": Check(attention, 60.0),
     "abort": Check(abort, 60.0),
     "communicators": Check(communicators, 80.0),
     "several-ranks": Check(several_ranks, 90.0),
@@ -1066,7 +1064,7 @@ CHECKS: dict[str, Check] = {
     "sharding": Check(sharding, 110.0),
     "gangs": Check(gangs, 110.0),
     "snapshot": Check(snapshot, 80.0),
-    "overhead": Check(overhead, 60.0),
+    "waits": Check(waits, 60.0),
     "compile": Check(compiled, 140.0),
     "gangs-over-nccl": Check(gangs_over_nccl, 110.0),
     **_EXACT,

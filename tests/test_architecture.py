@@ -287,7 +287,7 @@ BUDGETS = {
     "coordinator": (4_550, 4_200),
     "data": (7_460, 5_600),
     "dataprep": (1_515, 1_100),
-    "device": (855, 620),
+    "device": (880, 640),
     "distributed": (4_040, 3_100),
     "extensions": (4_100, 3_300),
     "integrations": (1_620, 950),

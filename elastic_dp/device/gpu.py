@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from elastic_dp.device.attention import enabled_kernels
 from elastic_dp.errors import ClusterError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -24,7 +22,6 @@ _REDUCTIONS = (
     "allow_bf16_reduced_precision_reduction_split_k",
     "allow_fp16_accumulation",
 )
-_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 # Read by NVIDIA's libraries themselves.
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _VARIABLES = ("NVIDIA_TF32_OVERRIDE", _CUBLAS)
@@ -135,7 +132,7 @@ def gpu_kind(device: torch.device) -> list[str]:
     backend, cudnn = torch.backends.cuda, torch.backends.cudnn
     conv, rnn = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision  # type: ignore[attr-defined]
     reductions = [str(getattr(backend.matmul, name, None)) for name in _REDUCTIONS]
-    attention = "+".join(_attention_kernels())
+    attention = "+".join(enabled_kernels())
     return [
         f"{p.name}, {p.multi_processor_count} SMs, capability {p.major}.{p.minor}",
         f"cuda {torch.version.cuda}, cudnn {torch.backends.cudnn.version()}",
@@ -155,33 +152,6 @@ def nccl_version() -> str:
 def chooses_kernels_by_time(device: torch.device) -> bool:
     """Returns whether cuDNN tries its kernels and takes the fastest, which differs each time."""
     return is_gpu(device) and torch.backends.cudnn.benchmark
-
-
-# -------------------------------------------------------------------------------------- attention
-
-BY_MATH = (
-    "exact=True: scaled_dot_product_attention runs by the math kernel, the one whose backward pass "
-    "is deterministic. It keeps the scores of all pairs of positions in memory and is slower than "
-    "the others. To use another one, and lose exactness, call the model under "
-    "torch.nn.attention.sdpa_kernel in the loss function"
-)
-
-
-def exact_attention(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """A context in which attention runs by a kernel whose backward pass is deterministic, unless
-    the user has chosen some. Flash and memory-efficient attention have such a pass, too, but only
-    where every operator without a deterministic kernel is an error."""
-    chosen = len(_attention_kernels()) < len(_ATTENTION)
-    return sdpa_kernel(SDPBackend.MATH) if is_gpu(device) and not chosen else nullcontext()
-
-
-def attends_by_math(device: torch.device) -> bool:
-    return is_gpu(device) and _attention_kernels() == ["math"]
-
-
-def _attention_kernels() -> list[str]:
-    enabled = torch.backends.cuda
-    return [name for name in _ATTENTION if getattr(enabled, f"{name}_sdp_enabled")()]
 
 
 # ----------------------------------------------------------------------------------------- cuBLAS

@@ -34,9 +34,9 @@ from elastic_dp.coordinator.messages import (
     WorkerReported,
     WorkerStopped,
 )
+from elastic_dp.device.attention import EXACT_ATTENTION, is_exact_attention
 from elastic_dp.device.faults import fault_of
 from elastic_dp.device.global_generators import seed_everything
-from elastic_dp.device.gpu import BY_MATH, attends_by_math
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.rendezvous import Rendezvous
 from elastic_dp.errors import GroupError, Interrupted, LoopError, MembersMissing, PiecesLost
@@ -266,8 +266,8 @@ class WorkerSession:
 
             self._opened_checkpoints = FollowerCheckpoints(self.state, self.control, self.reporter)
         self.loop.opened = True
-        if self.spec.exact and self.is_source and attends_by_math(self.device):
-            self.link.say(BY_MATH)
+        if self.spec.exact and self.is_source and is_exact_attention(self.device):
+            self.link.say(EXACT_ATTENTION)
         can_source = self._can_source  # as of now: the probe may take long
         self._try_out(build.trial)
         build.variables_guard.loss_tried()

@@ -14,7 +14,8 @@ from typing import Any, cast
 
 import torch
 
-from elastic_dp.device.gpu import exact_attention, gpu_kind, is_gpu, nccl_version, settle_cublas
+from elastic_dp.device.attention import exact_attention
+from elastic_dp.device.gpu import gpu_kind, is_gpu, nccl_version, settle_cublas
 from elastic_dp.errors import SpecError
 
 
