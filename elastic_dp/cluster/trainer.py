@@ -354,7 +354,7 @@ class ElasticTrainer:
             journal.close()
             loggers.close()
             data.close()
-        because = why_inexact(session.inexact_because, session.state.kinds)
+        because = why_inexact(session.state.inexact_because, session.state.kinds)
         metrics = {k: v for record in run.logged for k, v in record.items() if k != "step"}
         result = Result(
             name=self.spec.name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -18,8 +18,10 @@ EXACT_ATTENTION = (
     "are slower, and cuDNN's attention is not used. To use it, and lose exactness, call the model "
     "under torch.nn.attention.sdpa_kernel in the loss function"
 )
-# By dispatch key. Flash and memory-efficient attention call them, also in compiled models.
-_BACKWARD = {"CUDA": ("_flash_attention_backward", "_efficient_attention_backward")}
+# Flash and memory-efficient attention call them, also in compiled models.
+_BACKWARD = ("_flash_attention_backward", "_efficient_attention_backward")
+_LOCK = threading.RLock()
+_STRICT, _WARNS = "error", 1  # modes, as torch names and numbers them
 _CHOSEN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -29,19 +31,17 @@ def exact_attention(device: torch.device) -> Iterator[None]:
     deterministic. cuDNN's attention is not used, unless the user has chosen kernels.
 
     torch has these passes only for programs in which each operator without a deterministic kernel
-    is an error (`attention_backward.cu`). Here their operators run as if this were such a program,
-    and all others as before.
+    is an error (`attention_backward.cu`). Here their operators run as if this were such a program.
+    So does an operator that another thread calls at the same moment.
     """
     if device.type != "cuda":
         yield
         return
     library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*may also be overridden")
-        for key, name in ((key, name) for key, names in _BACKWARD.items() for name in names):
-            kernel = torch.library.get_kernel(f"aten::{name}", key)
-            strict = partial(_strictly, kernel)
-            library.impl(name, strict, key, with_keyset=True, allow_override=True)
+    for name in _BACKWARD:
+        strict = partial(_strictly, getattr(torch.ops.aten, name).default)
+        # Asked before the kernels of devices, among them those of FlashAttention 3 and 4.
+        library.impl(name, strict, "BackendSelect", with_keyset=True, allow_override=True)
     chosen = len(enabled_kernels()) < len(_KERNELS)
     with nullcontext() if chosen else sdpa_kernel(_CHOSEN):
         try:
@@ -50,16 +50,18 @@ def exact_attention(device: torch.device) -> Iterator[None]:
             del library  # which takes the kernels away
 
 
-def _strictly(kernel: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls the kernel in a program that is strict meanwhile. It holds the interpreter's lock, so
-    no other thread calls an operator then."""
-    if not torch.is_deterministic_algorithms_warn_only_enabled():
-        return kernel.call_boxed(keys, *args, **kwargs)
-    torch.use_deterministic_algorithms(True)
-    try:
-        return kernel.call_boxed(keys, *args, **kwargs)
-    finally:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+def _strictly(operator: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls the operator in torch's strict mode. As a call of torch's own, it does not hold the
+    interpreter's lock: it may wait for a device that waits for a worker that is lost."""
+    below = keys - torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+    with _LOCK:
+        if torch.get_deterministic_debug_mode() != _WARNS:  # the user has set another
+            return operator.redispatch(below, *args, **kwargs)
+        torch.set_deterministic_debug_mode(_STRICT)
+        try:
+            return operator.redispatch(below, *args, **kwargs)
+        finally:
+            torch.set_deterministic_debug_mode(_WARNS)
 
 
 def is_exact_attention(device: torch.device) -> bool:

@@ -7,7 +7,7 @@ puts other parts in the place of the plain ones before they are made.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +68,7 @@ class StepBuilder:
     describe_worker: Callable[[], str]
     gang: Gang | None
     listen_to_warnings: Callable[[], None] = lambda: None
+    inexact_because: Sequence[str] = ()  # grows
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
@@ -169,7 +170,7 @@ class StepBuilder:
             keeps_finished=self.gang is None,  # its processes have not finished the same
         )
         self.joining = GradualJoin(state, shares, allowed=self._joins_gradually)
-        results = self.results = Results(state, self.rows, self.gang)
+        results = self.results = Results(state, self.rows, self.inexact_because, self.gang)
         self.wishes = Wishes(control)
         self.gradient = self.new_gradient(self.leaves, results, seed=spec.data.seed)
         participants = [

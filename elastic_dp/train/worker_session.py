@@ -12,12 +12,10 @@ User code sees none of this: `next_step` returns each committed step once, in or
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -125,7 +123,7 @@ class WorkerSession:
     timings: list[GenerationTiming] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.inexact_because: list[str] = []
+        self.inexact_because: list[str] = []  # as far as this process has noted
         self.listen_to_warnings: Callable[[], None] = lambda: None  # of `deterministic_kernels`
         self.loop = UserLoop()
         self.progress = WorkerProgress()
@@ -246,6 +244,7 @@ class WorkerSession:
             describe_worker=self._described,
             gang=self.gang,
             listen_to_warnings=self.listen_to_warnings,
+            inexact_because=self.inexact_because,
         )
         self._parts = build
         build.make_parts()
@@ -271,8 +270,6 @@ class WorkerSession:
         can_source = self._can_source  # as of now: the probe may take long
         self._try_out(build.trial)
         build.variables_guard.loss_tried()
-        told = self.control.exchange(json.dumps(self.inexact_because).encode())
-        self.inexact_because[:] = dict.fromkeys(chain(*map(json.loads, told)))
         self.link.post(WorkerReady(self.worker, self._signature, can_source))
 
     def _try_out(self, trial: TrialRun) -> None:
@@ -292,6 +289,7 @@ class WorkerSession:
 
     def next_step(self) -> StepRecord | None:
         """Returns the next committed step, or None after the last. Raises Released."""
+        self.listen_to_warnings()
         self._parts.variables_guard.body_ended(self._warn)
         if self.loop.in_body:  # else another worker ran it
             self.report_evaluations(ended=True)
@@ -355,7 +353,7 @@ class WorkerSession:
                 continue
             self.report("done")
             self.link.skipped(self.skipped)
-            because = why_inexact(self.inexact_because, self.state.kinds)
+            because = why_inexact(self.state.inexact_because, self.state.kinds)
             where = self.worker, self.generation, self.position
             why = self.progress.ended or ""
             self.link.post(WorkerFinished(*where, digest, because, why, self.progress.lineage_id))

@@ -20,7 +20,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from elastic_dp.device import attention, gpu
+from elastic_dp.device import gpu
 from elastic_dp.distributed.local_shards import local_of
 from elastic_dp.train.exactness import machine_kind
 
@@ -62,7 +62,6 @@ def install(patch=setattr):
     patch(dist, "init_process_group", init_gloo)
     # Not torch's own count: whoever has it is taken for a build for CUDA.
     patch(gpu, "sees_other_gpus", lambda: False)
-    patch(attention, "_BACKWARD", {})  # operators of a build for CUDA
     for module in (gpu, machine_kind):
         patch(module, "gpu_kind", lambda device: ["fake GPU"])
     # Where torch is built for CUDA, its optimizers ask for the stream of a GPU of the machine.

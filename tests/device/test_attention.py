@@ -1,5 +1,8 @@
 """The kernel of attention of an exact run on a GPU."""
 
+import contextlib
+import threading
+import time
 import warnings
 from functools import partial
 
@@ -26,12 +29,11 @@ def enabled():
 @pytest.fixture(autouse=True)
 def _value_of_the_user(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # else a product would need a GPU
-    monkeypatch.setattr(attention, "_BACKWARD", OF_CPUS)
+    monkeypatch.setattr(attention, "_BACKWARD", (NAME,))
 
 
 # The operator of flash attention on CPUs stands for those on GPUs.
 NAME = "_scaled_dot_product_flash_attention_for_cpu_backward"
-OF_CPUS = {"CPU": (NAME,)}
 
 
 @pytest.fixture
@@ -105,40 +107,101 @@ def test_backward_pass_of_attention_alone_is_strict(backend, strict):
 
 def test_mode_that_the_user_sets_stays(strict):
     with deterministic_kernels(True, [], GPU):
-        torch.use_deterministic_algorithms(False)
-        gradients(attend)
-        assert not torch.are_deterministic_algorithms_enabled()
+        for warn_only in (False, True):
+            torch.use_deterministic_algorithms(False, warn_only=warn_only)
+            gradients(attend)
+            assert not torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(True)
         with pytest.raises(RuntimeError, match="put_"):
             gradients(attend)
         assert strictness()
-    assert strict() == [False]
+    assert strict() == [False, False]
 
 
-def test_kernel_that_raises_leaves_the_mode_as_it_was(monkeypatch):
-    class Kernel:
-        def call_boxed(self, keys):
+def test_operator_that_raises_leaves_the_mode_as_it_was():
+    class Operator:
+        def redispatch(self, keys):
             assert strictness()
             raise RuntimeError("out of memory")
 
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     with deterministic_kernels(True, [], GPU):
         with pytest.raises(RuntimeError, match="out of memory"):
-            attention._strictly(Kernel(), None)
+            attention._strictly(Operator(), keys)
         assert torch.is_deterministic_algorithms_warn_only_enabled()
 
 
+def test_kernels_that_users_replace_meanwhile_are_called_in_strict_mode():
+    """As FlashAttention 3 and 4 replace those of GPUs when they are activated."""
+    seen = []
+
+    def replaced():
+        library = torch.library.Library("aten", "IMPL")
+        own = torch.library.get_kernel(f"aten::{NAME}", "CPU")
+
+        def kernel(keys, *args, **kwargs):
+            seen.append(strictness())
+            return own.call_boxed(keys, *args, **kwargs)
+
+        with warnings.catch_warnings(action="ignore"):
+            library.impl(NAME, kernel, "CPU", with_keyset=True)  # not allow_override
+        return library
+
+    before = replaced()
+    with deterministic_kernels(True, [], GPU):
+        gradients(attend)
+        del before
+        gradients(attend)
+        within = replaced()
+        gradients(attend)
+        del within
+    assert seen == [True, True]
+
+
+def test_operators_wait_without_the_interpreters_lock():
+    """A call that waits for a device would hold up the thread that aborts what it waits for."""
+    beats, ended = [], threading.Event()
+
+    def beat():
+        while not ended.wait(0.001):
+            beats.append(time.monotonic())
+
+    sides = [torch.randn(1500, 1500) for _ in range(2)]
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        begin = time.monotonic()
+        attention._strictly(torch.ops.aten.mm.default, keys, *sides)
+        end = time.monotonic()
+    finally:
+        ended.set()
+        thread.join()
+    assert len([at for at in beats if begin < at < end]) > 5
+
+
+def test_two_runs_may_overlap():
+    with contextlib.ExitStack() as first:
+        first.enter_context(attention.exact_attention(GPU))
+        with attention.exact_attention(GPU):
+            first.pop_all().close()
+            gradients(attend)
+
+
 @pytest.mark.skipif(not torch.version.cuda, reason="torch is built without CUDA")
-def test_operators_of_a_build_for_cuda_are_replaced_and_put_back(monkeypatch):
-    monkeypatch.undo()
-
-    def registered():
-        ((key, names),) = attention._BACKWARD.items()
-        return [str(torch.library.get_kernel(f"aten::{name}", key)) for name in names]
-
-    before = registered()
-    with attention.exact_attention(GPU):
-        assert not {*registered()} & {*before}
-    assert registered() == before
+def test_flash_attention_of_a_build_for_cuda_reads_the_mode_that_is_set(capfd):
+    """Without a GPU it fails soon after it has warned of what it does in the usual mode."""
+    q, seed = torch.randn(1, 64, 2, 16, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
+    args = (q, q, q, q, q, torch.zeros(1, 2, 64), None, None, 64, 64, 0.1, True, seed, None)
+    operator = torch.ops.aten._flash_attention_backward.default
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    warned = []
+    for call in (operator.redispatch, partial(attention._strictly, operator)):
+        because = []
+        with deterministic_kernels(True, because, GPU), contextlib.suppress(RuntimeError):
+            call(keys, *args, scale=0.25)
+        warned.append("non-deterministic" in f"{because} {capfd.readouterr().err}")
+    assert warned == [True, False]
 
 
 @pytest.mark.parametrize(

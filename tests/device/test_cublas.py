@@ -8,7 +8,7 @@ import torch
 
 from elastic_dp.cluster.worker import prepare_environment
 from elastic_dp.data import open_data
-from elastic_dp.device import attention, gpu
+from elastic_dp.device import gpu
 from elastic_dp.train.exactness.machine_kind import deterministic_kernels
 from elastic_dp.train.local_run import LocalRun
 from tests.device import fake_gpu
@@ -17,11 +17,6 @@ from tests.train.jobs import adamw, classifier, cross_entropy
 
 NAME = "CUBLAS_WORKSPACE_CONFIG"
 GPU = torch.device("cuda", 0)
-
-
-@pytest.fixture(autouse=True)
-def _no_build_for_cuda(monkeypatch):
-    monkeypatch.setattr(attention, "_BACKWARD", {})
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from __future__ import annotations
 import contextlib
 import platform
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
@@ -119,46 +119,58 @@ def deterministic_kernels(
             yield listen
 
 
-@contextlib.contextmanager
-def _noted(because: list[str]) -> Iterator[Callable[[], None]]:
-    """A context in which warnings of operations without a deterministic kernel are noted. The
-    function that it gives restores this where user code has filtered or redirected warnings."""
-    filters: list[Any] = []  # the one that was added
-    hooks: list[tuple[Any, Any]] = []  # each with the one before
+class _Hook:
+    """Takes the place of `warnings.showwarning` and notes warnings of operations without a
+    deterministic kernel. It passes on all others, and once its run has ended, all."""
 
-    def note(show: Callable[..., None], message: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, because: list[str], show: Callable[..., None]) -> None:
+        self.because: list[str] | None = because
+        self.show = show
+
+    def __call__(self, message: Any, *args: Any, **kwargs: Any) -> None:
         text = str(message)
-        if "deterministic" not in text:
-            show(message, *args, **kwargs)
+        if self.because is None or "deterministic" not in text:
+            self.show(message, *args, **kwargs)
             return
         name, _, _ = text.partition(" does not have a deterministic implementation")
         named = f"{name} does not have a deterministic implementation"
         reason = named if text.startswith(named) else text.split(". ")[0]
-        if reason not in because:
-            because.append(reason)
+        if reason not in self.because:
+            self.because.append(reason)
+
+
+@contextlib.contextmanager
+def _noted(because: list[str]) -> Iterator[Callable[[], None]]:
+    """A context in which warnings of operations without a deterministic kernel are noted. The
+    function that it gives restores this where user code has filtered or redirected warnings."""
+    added, always = None, torch.is_warn_always_enabled()
+    hooks = weakref.WeakSet[_Hook]()
 
     def forget_filter() -> None:
-        with contextlib.suppress(ValueError, IndexError):  # user code has taken it away
-            warnings.filters.remove(filters.pop())  # type: ignore[attr-defined]
+        with contextlib.suppress(ValueError):  # user code has taken it away
+            warnings.filters.remove(added)  # type: ignore[attr-defined]
 
     def listen() -> None:
-        if not filters or not warnings.filters or warnings.filters[0] is not filters[0]:
+        nonlocal added
+        torch.set_warn_always(True)
+        if added is None or not warnings.filters or warnings.filters[0] is not added:
             forget_filter()
             # Python shows a warning once in a process; this is about each run in it. A filter that
             # is added forgets what was shown, and comes before others.
             warnings.filterwarnings("default", message=".*deterministic")
-            filters.append(warnings.filters[0])
-        if not hooks or warnings.showwarning is not hooks[-1][0]:
-            hooks.append((partial(note, warnings.showwarning), warnings.showwarning))
-            warnings.showwarning = hooks[-1][0]
+            added = warnings.filters[0]
+        top: Any = warnings.showwarning
+        if not isinstance(top, _Hook) or top.because is not because:
+            hooks.add(hook := _Hook(because, top))
+            warnings.showwarning = hook
 
-    always = torch.is_warn_always_enabled()
-    torch.set_warn_always(True)
     listen()
     try:
         yield listen
     finally:
         torch.set_warn_always(always)
         forget_filter()
-        if warnings.showwarning is hooks[-1][0]:
-            warnings.showwarning = hooks[-1][1]
+        for hook in hooks:  # user code may have kept some
+            hook.because = None
+        while isinstance(top := warnings.showwarning, _Hook) and top in hooks:
+            warnings.showwarning = top.show

@@ -147,6 +147,7 @@ class TrainState:
     record: StepRecord | None = None
     bad_row_groups: set[int] = field(default_factory=set)  # skipped by all members
     kinds: list[str] = field(default_factory=list)  # of machines that computed steps of it
+    inexact_because: list[str] = field(default_factory=list)  # operations of its steps
     holders: OptimizerHolders = field(default_factory=OptimizerHolders)
     previous: StatePart | None = None  # None: gradients are applied in the step that has them
     _preallocated: list[list[torch.Tensor]] = field(default_factory=list)  # of `preallocate`
@@ -214,6 +215,7 @@ class TrainState:
                 "record": None if self.record is None else vars(self.record),
                 "bad_row_groups": sorted(self.bad_row_groups),
                 "kinds": list(self.kinds),
+                "inexact_because": list(self.inexact_because),
             },
             "body": {
                 "held": optimizers.now(),
@@ -332,6 +334,7 @@ class TrainState:
         self.record = None if step["record"] is None else StepRecord(**step["record"])
         self.bad_row_groups = set(step["bad_row_groups"])
         self.kinds = list(step["kinds"])
+        self.inexact_because = list(step.get("inexact_because", ()))  # older states have none
         if body:
             for key, value in tree["body"]["user"].items():
                 if key in self.user or not key.startswith(OWN):

@@ -147,12 +147,20 @@ def agree_all(
 
 class Results(StepParticipant):
     """What the micro-batches of this member have given: loss, weight and metrics of each virtual
-    worker, and row groups that could not be decoded. No later step reads those."""
+    worker, row groups that could not be decoded, and operations without a deterministic kernel. No
+    later step reads those row groups."""
 
     name = "results"
 
-    def __init__(self, state: TrainState, data: RowSource, gang: Gang | None = None) -> None:
+    def __init__(
+        self,
+        state: TrainState,
+        data: RowSource,
+        inexact_because: Sequence[str] = (),
+        gang: Gang | None = None,
+    ) -> None:
         self._state, self._data, self._gang = state, data, gang
+        self._because, self._new_because = inexact_because, list[str]()
         self._step = 0
         self.own: Mapping[int, MicroBatchResult] = {}  # of this member's virtual workers
         self.of_all: dict[int, MicroBatchResult] = {}  # from `prepare` on, those that count
@@ -173,17 +181,19 @@ class Results(StepParticipant):
         rows = [(number(v), x.loss, x.weight, x.metrics) for v, x in self.own.items()]
         found = [self._data.bad_row_groups(self._step, v) for v in self.own]
         new = sorted(frozenset[int]().union(*found) - self._state.bad_row_groups)
-        return msgpack.packb([rows, new], unicode_errors="surrogatepass")
+        because = [one for one in self._because if one not in self._state.inexact_because]
+        return msgpack.packb([rows, new, because], unicode_errors="surrogatepass")
 
     def agree(self, proposals: Sequence[bytes]) -> Verdict:
         told = [msgpack.unpackb(p, unicode_errors="surrogatepass") for p in proposals if p]
         # Processes of one worker may give the same micro-batch. That of the first one counts.
         self.of_all = {
             v: MicroBatchResult(loss, weight, metrics)
-            for rows, _ in reversed(told)
+            for rows, *_ in reversed(told)
             for v, loss, weight, metrics in rows
         }
-        self._bad = frozenset(n for _, new in told for n in new)
+        self._bad = frozenset(n for _, new, _ in told for n in new)
+        self._new_because = list(dict.fromkeys(one for *_, because in told for one in because))
         return None
 
     def prepare(self) -> None:
@@ -200,9 +210,10 @@ class Results(StepParticipant):
     def commit(self) -> None:
         self._state.bad_row_groups |= self._bad
         self._data.mark_bad(self._bad)
+        self._state.inexact_because += self._new_because
 
     def undo(self) -> None:
-        self.own, self.of_all, self._bad = {}, {}, frozenset()
+        self.own, self.of_all, self._bad, self._new_because = {}, {}, frozenset(), []
 
 
 class Wishes(StepParticipant):

@@ -1,6 +1,8 @@
 """Which machines are expected to compute the same bits, and what breaks exactness, or changes when
 a run is started again, is said by name."""
 
+import contextlib
+import itertools
 import logging
 import types
 import warnings
@@ -12,7 +14,7 @@ import torch
 
 from elastic_dp.errors import SpecError
 from elastic_dp.train.exactness.machine_kind import deterministic_kernels, machine_kind
-from tests.runs import local, spec_of
+from tests.runs import fit, local, spec_of
 from tests.train.jobs import classify
 
 CPUS = {
@@ -132,6 +134,9 @@ def test_kind_of_a_cpu_names_a_lowered_precision_of_float32(gpu):
     assert machine_kind(torch.device("cpu"), exact=True) == f"{before}; fp32 bf16/none/none"
 
 
+PUT = "put_ does not have a deterministic implementation"
+
+
 def has_no_deterministic_kernel():
     torch.zeros(4).put_(torch.tensor([0, 1]), torch.tensor([1.0, 2.0]), accumulate=False)
 
@@ -147,7 +152,7 @@ def test_operation_without_a_deterministic_kernel_is_named_in_each_run_of_a_proc
             with deterministic_kernels(True, because, torch.device("cpu")):
                 for _ in range(3):
                     has_no_deterministic_kernel()
-            assert because == ["put_ does not have a deterministic implementation"]
+            assert because == [PUT]
         assert not [one for one in warnings.filters if "deterministic" in str(one[1])]
         assert torch.is_warn_always_enabled() == always
 
@@ -203,7 +208,92 @@ def test_user_code_that_hides_warnings_does_not_make_a_run_exact(redirect, where
     with warnings.catch_warnings():
         run = local(spec_of(steps=3), train)
         logging.captureWarnings(False)
-    assert run._session.inexact_because == ["put_ does not have a deterministic implementation"]
+    assert run._session.state.inexact_because == [PUT]
+
+
+@pytest.mark.parametrize("hides", [True, False])
+def test_operator_of_a_later_forward_pass_is_noted_after_a_body_that_filters_warnings(hides):
+    calls = []
+
+    def train(ctx):
+        def loss_fn(model, batch):
+            calls.append(1)
+            if len(calls) > 4:
+                has_no_deterministic_kernel()
+            return model(batch["x"]).square().mean()
+
+        model = torch.nn.Linear(16, 3)
+        for _ in ctx.steps(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn):
+            if hides:
+                warnings.simplefilter("ignore")
+
+    with warnings.catch_warnings():
+        run = local(spec_of(steps=8, virtual=1, workers=1), train)
+    assert run._session.state.inexact_because == [PUT]
+
+
+@contextlib.contextmanager
+def captured_and_not_released():
+    logging.captureWarnings(True)
+    yield
+
+
+@contextlib.contextmanager
+def recorded():
+    with warnings.catch_warnings(record=True):
+        yield
+
+
+@contextlib.contextmanager
+def wrapped():
+    wrap()
+    yield
+
+
+@pytest.mark.parametrize("around", [recorded, captured_and_not_released, wrapped])
+def test_warnings_after_a_run_are_shown_and_not_noted(around):
+    shown, because = [], []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *args, **kwargs: shown.append(str(message))
+        mine = warnings.showwarning
+        with deterministic_kernels(True, because, CPU) as listen, around():
+            listen()
+        logging.captureWarnings(False)
+        warnings.warn("not deterministic", stacklevel=1)
+        assert warnings.showwarning is mine or around is not recorded
+    assert shown == ["not deterministic"] and because == []
+
+
+def test_redirecting_warnings_in_each_step_makes_no_long_chain():
+    because = []
+    with warnings.catch_warnings(), deterministic_kernels(True, because, CPU) as listen:
+        for _ in range(20_000):
+            before = warnings.showwarning
+            warnings.showwarning = print
+            listen()
+            warnings.showwarning = before
+            listen()
+        has_no_deterministic_kernel()
+    assert because == [PUT]
+
+
+def test_what_was_noted_before_a_restart_counts_at_the_end(tmp_path):
+    calls = itertools.count(1)
+
+    def train(ctx):
+        def loss_fn(model, batch):
+            if next(calls) == 6:
+                has_no_deterministic_kernel()
+            return model(batch["x"]).square().mean()
+
+        model = torch.nn.Linear(16, 3)
+        for _ in ctx.steps(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn):
+            pass
+
+    for steps in (3, 5):
+        result = fit(train, tmp_path, steps)
+        assert result.inexact_because == (PUT,) and not result.exact
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ class Rows:
 
 
 def results_of(*numbers, bad=()):
-    state = SimpleNamespace(loss_scale=None, bad_row_groups={*bad})
+    state = SimpleNamespace(loss_scale=None, bad_row_groups={*bad}, inexact_because=[])
     made = p.Results(state, Rows())
     made.begin(STEP)
     made.own = {v: MicroBatchResult(0.5 * v, 2.0, {"m": 1.0 + v}) for v in numbers}
@@ -252,7 +252,7 @@ def test_bad_row_groups_are_skipped_from_the_commit_on():
     assert not first._state.bad_row_groups
     first.commit()
     assert first._state.bad_row_groups == {0, 1} == {*first._data.bad}
-    _, new = p.msgpack.unpackb(results_of(0, 1, bad={0}).propose())
+    _, new, _ = p.msgpack.unpackb(results_of(0, 1, bad={0}).propose())
     assert new == [1]
 
 
