@@ -67,6 +67,45 @@ def test_draining_worker_leaves_when_its_state_is_committed():
     assert scenario.members == ["w1", "w3"] and scenario.coordinator.membership.source == "w1"
 
 
+def alone_with_a_standby(deadline_s):
+    """A job with one virtual worker, so a second member has no place to take the state."""
+    config = {"virtual_workers": 1, "size": 1, "standby": 1}
+    scenario = Scenario(checkpointing=True, drain_margin_s=3.0, **config)
+    scenario.running("w1", step=4)
+    scenario.ready("w2")
+    deadline = None if deadline_s is None else scenario.now + deadline_s
+    scenario.tell(m.DrainNoticed("w1", deadline))
+    return scenario
+
+
+def test_only_worker_that_can_run_a_virtual_worker_goes_on_until_it_must_leave():
+    scenario = alone_with_a_standby(None)
+    scenario.wait(60.0, "w1", step=9)
+    assert not scenario.ever(m.EndGeneration) and scenario.members == ["w1"]
+    assert [c.worker for c in scenario.all if isinstance(c, m.TakeCheckpoint)] == ["w1"]
+
+
+def test_standby_gets_the_state_of_the_only_worker_from_a_checkpoint():
+    scenario = alone_with_a_standby(10.0)
+    for _ in range(2):
+        scenario.wait(3.45, "w1", step=6)
+        assert not scenario.ever(m.EndGeneration)
+        scenario.hear("w2", phase="wait")
+    scenario.wait(0.2, "w1", step=6)
+    scenario.stopped("w1", step=7)
+    assert told(scenario, m.WriteDrainCheckpoint) == ["w1"]
+    scenario.committed = 7
+    scenario.tell(m.CheckpointCommitted(7))
+    assert told(scenario, m.ReleaseWorker) == ["w1"]
+    scenario.wait(0.1, "w2", phase="wait")
+    assert scenario.members == ["w2"] and scenario.coordinator.membership.restore
+
+
+def test_only_worker_that_is_slow_stays():
+    scenario = Scenario.training("w1", virtual_workers=1)
+    assert not scenario.tell(m.WorkerSlow("w1", "data takes long"))
+
+
 def test_the_last_of_all_leave_the_run_to_others():
     scenario = Scenario.training("w1", step=4, checkpointing=True, drain_margin_s=3.0)
     scenario.tell(m.DrainNoticed("w1", scenario.now + 10.0))

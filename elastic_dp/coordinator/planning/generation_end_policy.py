@@ -52,7 +52,7 @@ class GenerationEndPolicy:
             joiners = min(waiting, run.size - present)
             generation.plan_end(counted(joiners, "worker joins", "workers join"))
         elif generation.draining:
-            self._drain(present, waiting, now)
+            self._drain(present, now)
         elif joins_at == math.inf:
             reason = self._load_balancer.reason_to_rebalance(now)
             if reason is not None:
@@ -83,9 +83,10 @@ class GenerationEndPolicy:
         after = self.joined_at + config.stabilization_s
         return max(since + config.join_window_s, after), "others may come soon"
 
-    def _drain(self, present: int, waiting: int, now: float) -> None:
+    def _drain(self, present: int, now: float) -> None:
         """End the generation when its draining members are replaced, or when they must leave."""
         run, checkpointer, draining = self.run, self._checkpointer, self._generation.draining
+        waiting = self._registry.successors
         due, who = checkpointer.due(now), first_few(draining)
         if present - len(draining) + waiting < run.min_members and run.config.checkpointing:
             checkpointer.request_ahead(now)

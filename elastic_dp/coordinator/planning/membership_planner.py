@@ -242,7 +242,9 @@ class MembershipPlanner:
             self._suspend(until, now)
             return
         due = checkpointer.due(now) if self.run.config.checkpointing else []
-        if due and self._available - len(due) < self.run.min_members:
+        registry = self._registry
+        stay = self._available - len(due) - len(registry.ready) + registry.successors
+        if due and stay < self.run.min_members:
             until = checkpointer.last_deadline(due)
             match checkpointer.decide(due, until, now):
                 case AwaitCommit():

@@ -113,6 +113,8 @@ class WorkerEligibility:
         most = self.run.config.max_rejections
         if worker.stage is not Stage.MEMBER or self._generation.draining or self.run.stop:
             return
+        if self.run.config.virtual_workers == 1:  # none can take its place while it is there
+            return
         self.replaced_slow += 1
         if self.replaced_slow > most:
             if self.replaced_slow == most + 1:

@@ -84,6 +84,13 @@ class WorkerRegistry:
         self.failure_detector.heard_from(worker_id, now)
         self.run.emit(m.ReportState(worker_id, self.inquiry))
 
+    @property
+    def successors(self) -> int:
+        """How many ready workers can take the state from a member. A job with one virtual worker
+        has no place for a second one, so there it goes by a checkpoint.
+        """
+        return len(self.ready) if self.run.config.virtual_workers > 1 else 0
+
     def started(self, worker: WorkerState, now: float) -> None:
         """Record that the worker's process is up."""
         self.move(worker, Stage.BUILDING, now)
