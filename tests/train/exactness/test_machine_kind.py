@@ -14,7 +14,8 @@ import torch
 
 from elastic_dp.errors import SpecError
 from elastic_dp.train.exactness.machine_kind import deterministic_kernels, machine_kind
-from tests.runs import fit, local, spec_of
+from elastic_dp.train.fault_injection import WorkerFault
+from tests.runs import fit, group, local, spec_of
 from tests.train.jobs import classify
 
 CPUS = {
@@ -294,6 +295,26 @@ def test_what_was_noted_before_a_restart_counts_at_the_end(tmp_path):
     for steps in (3, 5):
         result = fit(train, tmp_path, steps)
         assert result.inexact_because == (PUT,) and not result.exact
+
+
+def only_the_second_is_inexact(ctx):
+    calls = itertools.count(1)
+
+    def loss_fn(model, batch):
+        if next(calls) == 6 and ctx.rank == 1:  # in step 1 or 2
+            has_no_deterministic_kernel()
+        return model(batch["x"]).square().mean()
+
+    model = torch.nn.Linear(16, 3)
+    for _ in ctx.steps(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn):
+        pass
+
+
+def test_what_a_worker_has_noted_outlives_it(tmp_path):
+    dead = WorkerFault("before_forward", step=4, rank=1, once=str(tmp_path / "dead"))
+    spec = spec_of(steps=6, workers=2, min_workers=2)
+    outcome, _ = group(spec, only_the_second_is_inexact, faults=(dead,))
+    assert outcome.workers_lost == 1 and outcome.inexact_because == (PUT,)
 
 
 @pytest.mark.parametrize(
