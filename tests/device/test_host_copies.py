@@ -302,13 +302,12 @@ def test_memory_that_is_closed_is_not_made_ready(on_device):
 def test_no_step_waits_for_the_memory_of_the_first_snapshot(tmp_path, monkeypatch):
     """However long the system takes to find it: the checkpoint is made later."""
     monkeypatch.setattr("elastic_dp.checkpoint.uploader.SOON_READY_BYTES", 0)
-    found, is_ready, taken = threading.Event(), threading.Event(), []
+    found, taken = threading.Event(), []
     make_ready, take = SnapshotMemory.make_ready, Uploader.take
 
     def slow(self):
         assert found.wait(PATIENCE_S)
         make_ready(self)
-        is_ready.set()
 
     def takes(self, step, *rest, **named):
         taken.append(step)
@@ -319,7 +318,7 @@ def test_no_step_waits_for_the_memory_of_the_first_snapshot(tmp_path, monkeypatc
         for step in ctx.steps(model, adamw(model), cross_entropy):
             if step.number == 6:
                 found.set()
-                assert is_ready.wait(PATIENCE_S)
+                eventually(ctx._session.checkpoints._uploader._is_over)
 
     monkeypatch.setattr(SnapshotMemory, "make_ready", slow)
     monkeypatch.setattr(Uploader, "take", takes)
@@ -330,14 +329,13 @@ def test_no_step_waits_for_the_memory_of_the_first_snapshot(tmp_path, monkeypatc
 
 def test_no_step_waits_for_the_memory_of_a_state_that_has_grown(tmp_path, monkeypatch):
     monkeypatch.setattr("elastic_dp.checkpoint.uploader.SOON_READY_BYTES", 1 << 20)
-    found, is_ready, taken = threading.Event(), threading.Event(), []
+    found, taken = threading.Event(), []
     make_ready, take = SnapshotMemory.make_ready, Uploader.take
     held = {"x": torch.zeros(4)}
 
     def slow(self):
         if self.content.numel() > 1 << 20:
             assert found.wait(PATIENCE_S)
-            is_ready.set()
         make_ready(self)
 
     def takes(self, step, *rest, **named):
@@ -353,7 +351,7 @@ def test_no_step_waits_for_the_memory_of_a_state_that_has_grown(tmp_path, monkey
                 held["x"] = torch.zeros(1 << 20)
             if step.number == 7:
                 found.set()
-                assert is_ready.wait(PATIENCE_S)
+                eventually(ctx._session.checkpoints._uploader._is_over)
 
     monkeypatch.setattr(SnapshotMemory, "make_ready", slow)
     monkeypatch.setattr(Uploader, "take", takes)
