@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -38,10 +39,11 @@ def exact_attention(device: torch.device) -> Iterator[None]:
         yield
         return
     library = torch.library.Library("aten", "IMPL")
-    for name in _BACKWARD:
-        strict = partial(_strictly, getattr(torch.ops.aten, name).default)
-        # Asked before the kernels of devices, among them those of FlashAttention 3 and 4.
-        library.impl(name, strict, "BackendSelect", with_keyset=True, allow_override=True)
+    with warnings.catch_warnings(action="ignore"):  # torch tells of a run around this one
+        for name in _BACKWARD:
+            strict = partial(_strictly, getattr(torch.ops.aten, name).default)
+            # Asked before the kernels of devices, among them those of FlashAttention 3 and 4.
+            library.impl(name, strict, "BackendSelect", with_keyset=True, allow_override=True)
     chosen = len(enabled_kernels()) < len(_KERNELS)
     with nullcontext() if chosen else sdpa_kernel(_CHOSEN):
         try:

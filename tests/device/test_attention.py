@@ -36,19 +36,26 @@ def _value_of_the_user(monkeypatch):
 NAME = "_scaled_dot_product_flash_attention_for_cpu_backward"
 
 
+def watch(seen):
+    """Replaces the kernel, until what it returns is gone, by one that notes in `seen` whether torch
+    is strict at each call."""
+    library = torch.library.Library("aten", "IMPL")
+    own = torch.library.get_kernel(f"aten::{NAME}", "CPU")
+
+    def kernel(keys, *args, **kwargs):
+        seen.append(strictness())
+        return own.call_boxed(keys, *args, **kwargs)
+
+    with warnings.catch_warnings(action="ignore"):
+        library.impl(NAME, kernel, "CPU", with_keyset=True)  # without allow_override
+    return library
+
+
 @pytest.fixture
 def strict():
     """Whether torch was strict, at each call of the operator."""
     seen = []
-    library = torch.library.Library("aten", "IMPL")
-    kernel = torch.library.get_kernel(f"aten::{NAME}", "CPU")
-
-    def spy(keys, *args, **kwargs):
-        seen.append(strictness())
-        return kernel.call_boxed(keys, *args, **kwargs)
-
-    with warnings.catch_warnings(action="ignore"):
-        library.impl(NAME, spy, "CPU", with_keyset=True, allow_override=True)
+    library = watch(seen)
 
     def taken():
         times = [*seen]
@@ -134,25 +141,12 @@ def test_operator_that_raises_leaves_the_mode_as_it_was():
 def test_kernels_that_users_replace_meanwhile_are_called_in_strict_mode():
     """As FlashAttention 3 and 4 replace those of GPUs when they are activated."""
     seen = []
-
-    def replaced():
-        library = torch.library.Library("aten", "IMPL")
-        own = torch.library.get_kernel(f"aten::{NAME}", "CPU")
-
-        def kernel(keys, *args, **kwargs):
-            seen.append(strictness())
-            return own.call_boxed(keys, *args, **kwargs)
-
-        with warnings.catch_warnings(action="ignore"):
-            library.impl(NAME, kernel, "CPU", with_keyset=True)  # not allow_override
-        return library
-
-    before = replaced()
+    before = watch(seen)
     with deterministic_kernels(True, [], GPU):
         gradients(attend)
         del before
         gradients(attend)
-        within = replaced()
+        within = watch(seen)
         gradients(attend)
         del within
     assert seen == [True, True]
@@ -180,12 +174,13 @@ def test_operators_wait_without_the_interpreters_lock():
     assert len([at for at in beats if begin < at < end]) > 5
 
 
-def test_two_runs_may_overlap():
+def test_two_runs_may_overlap(strict):
     with contextlib.ExitStack() as first:
         first.enter_context(attention.exact_attention(GPU))
-        with attention.exact_attention(GPU):
-            first.pop_all().close()
+        with deterministic_kernels(True, [], GPU):
+            first.close()
             gradients(attend)
+    assert strict() == [True]
 
 
 @pytest.mark.skipif(not torch.version.cuda, reason="torch is built without CUDA")
