@@ -14,7 +14,6 @@ means the same line.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import heapq
@@ -30,13 +29,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from elastic_dp.errors import StorageError
 from elastic_dp.storage import Store
 from elastic_dp.telemetry.journal_reader import (
     JOURNAL_FILES,
-    read_journal,
+    JournalTail,
     segment_number,
     segment_path,
     segments,
@@ -50,7 +49,6 @@ _SEGMENT_BYTES = 256 << 10
 _TIMEOUT_S = 20.0  # for one request, which the store retries
 _AGAIN_S = 1.0  # between two attempts while the store is unavailable
 _DIGITS = 4  # decimals of a time in seconds
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -173,18 +171,24 @@ class Journal:
         Later lines may have an earlier time, because the clock may have been set.
         """
 
+        store = self._store
+        assert store is not None
+
+        def read() -> dict[str, list[dict[str, Any]]]:
+            tail = JournalTail(store)
+            return {file: [*tail.lines_of(file)] for file in JOURNAL_FILES}
+
         def is_old(line: dict[str, Any]) -> bool:
             return bool(line["time"] < round(since, _DIGITS))
 
-        assert self._store is not None
-        files = []
-        for file in JOURNAL_FILES:
-            new = itertools.dropwhile(is_old, self._patiently(read_journal, self._store, file))
-            files.append([(file, line) for line in new])
+        files = [
+            [(file, line) for line in itertools.dropwhile(is_old, lines)]
+            for file, lines in self._patiently(read).items()
+        ]
         for file, line in heapq.merge(*files, key=lambda each: each[1]["time"]):
             self._keep(file, line)
 
-    def _patiently(self, attempt: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
+    def _patiently(self, attempt: Callable[[], T]) -> T:
         """Call `attempt` until the store or the disk takes it.
 
         When the journal is closed, a last attempt is made, and its exception is raised.
@@ -192,7 +196,7 @@ class Journal:
         while True:
             closing = self._closing.is_set()
             try:
-                return attempt(*args, **more)
+                return attempt()
             except (OSError, StorageError):
                 if closing:
                     raise
@@ -207,47 +211,57 @@ class Journal:
     def _write_all(self) -> None:
         assert self._store is not None
         folder = self._store.local_path(self._store.path)
+        files: dict[str, _LocalFile | _Segment]
         if folder is None:
-            self._write_segments(self._store)
+            files = {name: _Segment(self._store, name, self._id) for name in JOURNAL_FILES}
         else:
-            self._patiently(os.makedirs, folder, exist_ok=True)
-            self._append(folder)
-
-    def _append(self, path: str) -> None:
-        files = {name: f"{path}/{name}.jsonl" for name in JOURNAL_FILES}
-        lines: dict[str, deque[str]] = {name: deque() for name in JOURNAL_FILES}
-        for name in JOURNAL_FILES:  # a reader finds both, whatever comes
-            self._patiently(_append_lines, files[name], lines[name])
-        open_ = True
-        while open_:
-            for entry in take_all(self._queue):
-                if entry is None:
-                    open_ = False
-                else:
-                    lines[entry[0]].append(entry[1])
-            for name in JOURNAL_FILES:
-                if lines[name]:
-                    self._patiently(_append_lines, files[name], lines[name])
-
-    def _write_segments(self, store: Store) -> None:
-        segments = {name: _Segment(store, name, self._id) for name in JOURNAL_FILES}
-        due, open_ = 0.0, True
-        while open_:
-            waiting = any(segment.changed for segment in segments.values())
-            wait_s = max(0.0, due - time.monotonic()) if waiting else None
-            for entry in take_all(self._queue, wait_s):
-                if entry is None:
-                    open_ = False
-                else:
-                    segments[entry[0]].add(entry[1])
+            self._patiently(lambda: os.makedirs(folder, exist_ok=True))
+            files = {name: _LocalFile(f"{folder}/{name}.jsonl") for name in JOURNAL_FILES}
+        lines: list[tuple[str, str] | None] = []  # a reader finds both files, whatever comes
+        while True:
+            for file, line in filter(None, lines):
+                files[file].add(line)
             began = time.monotonic()
-            if began >= due and open_:
-                with contextlib.suppress(StorageError):  # it may be available later
-                    for segment in segments.values():
-                        segment.write()
-                due = time.monotonic() + max(_PAUSE_S, 20 * (time.monotonic() - began))
-        for segment in segments.values():
-            self._patiently(segment.write)
+            for each in files.values():
+                self._patiently(each.write)
+            if None in lines:
+                return
+            if folder is None and lines:
+                self._closing.wait(max(_PAUSE_S, 20 * (time.monotonic() - began)))
+            lines = take_all(self._queue)
+
+
+class _LocalFile:
+    """A file on a disk, and lines that are not in it yet."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._rest = path, deque[str]()
+
+    def add(self, line: str) -> None:
+        self._rest.append(line)
+
+    def write(self) -> None:
+        """Append all lines. Those that the disk does not take stay.
+
+        An unfinished line before them gets a line of its own. If that unfinished line is the first
+        of them without its newline, only the newline is added.
+        """
+        with open(self._path, "ab+", buffering=0) as file:
+            if not self._rest:
+                return
+            first = self._rest[0].encode()
+            file.seek(max(0, file.tell() - max(1, len(first) + 1)))
+            there = file.read()
+            if there and not there.endswith(b"\n"):
+                _write(file, b"\n")
+                if there.removeprefix(b"\n") == first:
+                    self._rest.popleft()
+            content = "".join(line + "\n" for line in self._rest).encode()
+            written = _write(file, content)
+            for _ in range(content.count(b"\n", 0, written)):
+                self._rest.popleft()
+            if self._rest:
+                raise OSError(errno.ENOSPC, "only some lines were written", self._path)
 
 
 class _Segment:
@@ -258,10 +272,6 @@ class _Segment:
         self._number = 0  # 0: not yet known
         self._content = bytearray()
         self._rest: deque[bytes] = deque()
-
-    @property
-    def changed(self) -> bool:
-        return bool(self._rest)
 
     def add(self, line: str) -> None:
         self._rest.append(line.encode() + b"\n")
@@ -302,30 +312,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _finite(inner) for key, inner in value.items()}
     return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def _append_lines(path: str, lines: deque[str]) -> None:
-    """Append lines to a local file. What was written is removed from `lines`, also if this raises.
-
-    An unfinished line before them gets a line of its own. If that unfinished line is the first of
-    them without its newline, only the newline is added.
-    """
-    with open(path, "ab+", buffering=0) as file:
-        if not lines:
-            return
-        first = lines[0].encode()
-        file.seek(max(0, file.tell() - max(1, len(first) + 1)))
-        there = file.read()
-        if there and not there.endswith(b"\n"):
-            _write(file, b"\n")
-            if there.removeprefix(b"\n") == first:
-                lines.popleft()
-        content = "".join(line + "\n" for line in lines).encode()
-        written = _write(file, content)
-        for _ in range(content.count(b"\n", 0, written)):
-            lines.popleft()
-        if lines:
-            raise OSError(errno.ENOSPC, "only some lines were written", path)
 
 
 def _write(file: io.FileIO, content: bytes) -> int:

@@ -13,8 +13,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from elastic_dp.errors import FileDamaged
-from elastic_dp.storage import Entry, ObjectMissing, ObjectRewritten, Store
+from elastic_dp.storage import Entry, ObjectRewritten, Store
 from elastic_dp.storage.json_files import path_in
 
 JOURNAL_FILES = ("events", "metrics")
@@ -36,9 +35,10 @@ class JournalTail:
 
         Raises ObjectRewritten if it is not the journal that was read before.
         """
-        return heapq.merge(*map(self._lines, JOURNAL_FILES), key=lambda line: line["time"])
+        return heapq.merge(*map(self.lines_of, JOURNAL_FILES), key=lambda line: line["time"])
 
-    def _lines(self, file: str) -> Iterator[dict[str, Any]]:
+    def lines_of(self, file: str) -> Iterator[dict[str, Any]]:
+        """Yield those of one file, in its order."""
         read, whole = self._read[file], self._store.look_up(path_in(self._store, f"{file}.jsonl"))
         entries = [*([whole] if whole else ()), *segments(self._store, file)]
         missing = read.keys() - {entry.path for entry in entries}
@@ -65,19 +65,7 @@ def read_events(url: str) -> Iterator[dict[str, Any]]:
     """Return the lines of both files of a run's folder, by time. Empty if no run has written
     there.
     """
-    store = Store(url)
-    files = [read_journal(store, file) for file in JOURNAL_FILES]
-    return heapq.merge(*files, key=lambda line: line["time"])
-
-
-def read_journal(store: Store, file: str) -> list[dict[str, Any]]:
-    """Return the lines of one file."""
-    texts: list[str] = []
-    paths = [path_in(store, f"{file}.jsonl"), *(e.path for e in segments(store, file))]
-    for path in paths:
-        with contextlib.suppress(ObjectMissing, FileDamaged):  # no file, or a folder of that name
-            texts += bytes(store.read_all(path)).decode(errors="replace").splitlines()
-    return list(journal_lines(file, texts))
+    return JournalTail(Store(url)).lines()
 
 
 def segments(store: Store, file: str) -> list[Entry]:

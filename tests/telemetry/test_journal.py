@@ -5,7 +5,6 @@ import json
 import math
 import time
 import uuid
-from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,7 @@ from elastic_dp.storage import Store
 from elastic_dp.storage.obstore_backend import ObstoreBackend
 from elastic_dp.telemetry import journal as module
 from elastic_dp.telemetry.journal import Journal
-from elastic_dp.telemetry.journal_reader import JournalTail, read_events, read_journal
+from elastic_dp.telemetry.journal_reader import JournalTail, read_events
 from tests.patience import eventually
 
 
@@ -93,7 +92,7 @@ def test_follower_of_a_journal_reads_each_line_once(url):
     assert said(third.since(None, 1.0)[1]) == ["written", "took over", 1, 2, 3, 4]
     third.close()
     wait_for_file(url, "metrics", 5)
-    assert [line["step"] for line in read_journal(Store(url), "metrics")] == [1, 2, 3, 4]
+    assert [line["step"] for line in JournalTail(Store(url)).lines_of("metrics")] == [1, 2, 3, 4]
     first.close()
 
 
@@ -137,6 +136,7 @@ class Away:
         for name in ("read", "write"):
             monkeypatch.setattr(ObstoreBackend, name, self.failing(getattr(ObstoreBackend, name)))
         monkeypatch.setattr(module, "_AGAIN_S", 0.01)
+        monkeypatch.setattr(module, "_PAUSE_S", 0.0)
 
     def failing(self, method):
         def operation(backend, *args):
@@ -223,14 +223,16 @@ def test_a_line_of_which_only_the_end_did_not_fit_is_there_once(monkeypatch, tmp
 def test_lines_that_fit_on_a_full_disk_are_there_once(tmp_path, monkeypatch):
     """Several at once, of which the disk takes two and a half."""
     write, path = module._write, tmp_path / "metrics.jsonl"
-    lines = deque(json.dumps({"time": 1.0, "step": step}) for step in (1, 2, 3))
+    file = module._LocalFile(str(path))
+    for step in (1, 2, 3):
+        file.add(json.dumps({"time": 1.0, "step": step}))
     monkeypatch.setattr(module, "_write", lambda file, content: write(file, content[:70]))
     with pytest.raises(OSError, match="only some"):
-        module._append_lines(str(path), lines)
-    assert [json.loads(line)["step"] for line in lines] == [3]
+        file.write()
+    assert [json.loads(line)["step"] for line in file._rest] == [3]
     monkeypatch.setattr(module, "_write", write)
-    module._append_lines(str(path), lines)
-    assert [line["step"] for line in read_events(str(tmp_path))] == [1, 2, 3] and not lines
+    file.write()
+    assert [line["step"] for line in read_events(str(tmp_path))] == [1, 2, 3] and not file._rest
 
 
 def test_journal_of_a_signature_leaves_out_the_compressed_layout():

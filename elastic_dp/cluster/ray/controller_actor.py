@@ -35,7 +35,7 @@ from elastic_dp.errors import StorageError
 from elastic_dp.run_record import RunOutcome
 from elastic_dp.storage import Store
 from elastic_dp.telemetry.journal import Journal, JournalPosition
-from elastic_dp.telemetry.journal_reader import read_journal
+from elastic_dp.telemetry.journal_reader import JournalTail
 from elastic_dp.threads import background
 from elastic_dp.train.log_sender import LoggedCall
 
@@ -64,7 +64,7 @@ class ControllerActor:
         since = state_store.state.started_at if state_store.inherited else None
         if not state_store.inherited:
             with contextlib.suppress(StorageError, OSError):  # then the result counts this start
-                events = read_journal(Store(job.url), "events")
+                events = JournalTail(Store(job.url)).lines_of("events")
                 state_store.state.earlier = RunTotals.of(events)
         self._journal = Journal(job.url, since=since)
         compare = partial(job.record.check_or_write, job.url, None)

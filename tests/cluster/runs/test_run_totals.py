@@ -8,7 +8,7 @@ from elastic_dp.coordinator import messages as m
 from elastic_dp.storage import Store
 from elastic_dp.telemetry.goodput import ControllerStarted
 from elastic_dp.telemetry.journal import Journal
-from elastic_dp.telemetry.journal_reader import read_journal
+from elastic_dp.telemetry.journal_reader import JournalTail
 from tests.runs import spec_of
 
 
@@ -33,7 +33,7 @@ def test_totals_add_up_all_starts_and_a_takeover_begins_none(tmp_path, monkeypat
     start(url, clock, fresh, formed(1), LossCounted(1), formed(2), takes_over, LossCounted(2))
     clock[0] += 100.0  # nobody leads
     start(url, clock, fresh, formed(1), formed(4))
-    assert RunTotals.of(read_journal(Store(url), "events")) == RunTotals(6, 2, 5.0 + 2.0)
+    assert RunTotals.of(JournalTail(Store(url)).lines_of("events")) == RunTotals(6, 2, 5.0 + 2.0)
     assert RunTotals.of([]) == RunTotals()
 
 
