@@ -402,11 +402,12 @@ class Invariants:
             must(fewer <= more + 1 or fast == slow, f"{slow} s runs {fewer}, {fast} s runs {more}")
 
     def preparation(self, command: m.PrepareGroup, by: SimController) -> None:
-        """Members connect for a number that is being claimed or is, and that is not announced; none
-        of them is gone. No two controllers prepare under one number."""
+        """Members connect for a number that is being claimed or is, and that this controller has
+        not announced; none of them is gone. Another may have announced it: the members ignore what
+        comes later. No two controllers prepare under one number."""
         generation, workers = command.generation, command.workers
         must((generation, id(by)) in self.asked, f"{command} without a claim")
-        must(generation not in self.memberships, f"{command} of a generation that is announced")
+        must(generation not in by.generations, f"{command} of a generation that it announced")
         gone = {*workers} & (by.lost | by.removed)
         must(not gone, f"{gone} are gone, and are told to connect")
         must(command.number not in self.prepared, f"{command} for the second time")

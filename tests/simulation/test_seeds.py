@@ -124,6 +124,11 @@ def test_a_generation_that_fails_and_is_followed_within_one_event_has_failed() -
     World(1156118).run()
 
 
+def test_a_controller_that_was_replaced_may_prepare_what_the_other_has_announced() -> None:
+    """It cannot know, and the members ignore it; the invariant forbade that."""
+    World(99142).run()
+
+
 def test_a_seed_replays_to_the_same_trace() -> None:
     def trace(seed: int) -> list[str]:
         lines: list[str] = []
