@@ -1,9 +1,7 @@
 """An optimizer whose state is divided among the members of a generation, each piece on two of them.
 
 A step updates twice. Before its commit it updates copies of what this member sends, a few pieces at
-a time, of which only the parameters are kept. After it, the same update is done in place. Small
-pieces, and all of a small model, whose updates take more time than memory, are updated once, and
-their states are kept, too:
+a time, of which only the parameters are kept. After it, the same update is done in place:
 
     held        the state of the pieces that this member holds, as of the last commit
     prepared    the gradients of these pieces in the step that is being attempted, until its commit
@@ -33,14 +31,11 @@ member whose collectives were aborted would hand on whatever it has, as if it we
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -69,23 +64,19 @@ from elastic_dp.extensions.sharding.pieces import (
     pieces_of,
 )
 from elastic_dp.train.checkpointing.collective_read import Ranges, ReadCheckpoint
-from elastic_dp.train.master_weights import state_kind
 from elastic_dp.train.state.state_moves import Move, StateUnit, move, ranks_with
 from elastic_dp.train.state.state_payload import from_vector, tensor_slot, to_vectors
 from elastic_dp.train.state.train_state import OptimizerHolders
 
 ALL_HOLD = 2  # up to so many members, each holds everything
-COPIED_BYTES = 1 << 20  # of parameters of which there are copies at a time, or one piece
-# The same on a device, which is given its work in few large pieces. It updates no more in place at
-# a time, either: torch's optimizers make temporary tensors for all that they update together.
-COPIED_BYTES_ON_DEVICE = 64 << 20
+# Of parameters that are updated together, or one piece: there are copies of them, and torch's
+# optimizers may make temporary tensors for all of them. A device is given its work in few large
+# pieces.
+UPDATED_BYTES, UPDATED_BYTES_ON_DEVICE = 1 << 20, 64 << 20
 # Of parameters: what a member sends in one step for backups, at least; and the part of their bytes
 # that it sends, if that is more.
 STEP_BYTES = 1 << 20
 STEP_PART = 64
-
-# In bytes of their state: the smallest of the pieces that a member holds are updated once.
-KEPT_BYTES = 32 << 20
 
 
 @dataclass(slots=True)
@@ -95,7 +86,6 @@ class _PreparedStep:
     step: int
     generation: int
     gradients: dict[int, torch.Tensor]  # of the pieces that it holds and that are updated
-    states: dict[int, State]  # of the small ones that are updated already
 
 
 class ShardedOptimizer(OptimizerHolders):
@@ -126,7 +116,6 @@ class ShardedOptimizer(OptimizerHolders):
         self._generation = 0
         self._group: ProcessGroup | None = None
         self.holders: list[Holders] = []  # of this or the last generation, by piece
-        self._small: AbstractSet[int] = frozenset()  # of the pieces that this member holds
         self._copies: Move | None = None  # for backups, in steps of this generation
         self._arrived: dict[int, State] = {}  # and not held yet
         self._left_early = False  # the last one, before they were made
@@ -181,7 +170,6 @@ class ShardedOptimizer(OptimizerHolders):
         budget = max(STEP_BYTES, sum(self.sizes) // STEP_PART)
         self._copies = Move(group, units, held, behind, budget=budget)
         self._left_early = False
-        self._small = self._small_pieces()
         return nbytes
 
     def _read(self, number: int) -> list[torch.Tensor]:
@@ -230,9 +218,7 @@ class ShardedOptimizer(OptimizerHolders):
         step is launched on a device. Raises GroupError."""
         if self._copies is not None:
             self._copies.take()
-            if self._arrived:
-                self._hold_arrived()
-                self._small = self._small_pieces()
+            self._hold_arrived()
 
     def copy_rest(self) -> None:
         """Makes all missing copies: some member is about to leave. Raises GroupError."""
@@ -264,13 +250,10 @@ class ShardedOptimizer(OptimizerHolders):
         """
         gather = self._gather_of([p in used for p in self._parameters], memory)
         mine = {n: gradients[n] for n in [*gather.targets, *gather.backed] if n in self.held}
-        self._prepared = prepared = _PreparedStep(step, self._generation, mine, {})
-
-        def keep(number: int, _: torch.Tensor, state: State) -> None:
-            if number in self._small:
-                prepared.states[number] = state
-
-        self._update_copies(gather.targets, mine, keep, gather.targets)
+        self._prepared = _PreparedStep(step, self._generation, mine)
+        for some in self._chunks(gather.targets):
+            copies = {n: gather.targets[n].copy_(self._of_piece(n)) for n in some}
+            self._update_copies(copies, mine)
         self._gather = gather
 
     def _gather_of(
@@ -302,15 +285,10 @@ class ShardedOptimizer(OptimizerHolders):
         assert group is not None and gather is not None and prepared is not None
         digests: dict[int, torch.Tensor] = {}
         gather.launch()
-        if compares:
-
-            def note(number: int, updated: torch.Tensor, state: State) -> None:
-                digests[number] = digest_of_piece(updated)
-                if number in self._small:
-                    prepared.states[number] = state
-
-            backed = [n for n in gather.backed if n in self.held]
-            self._update_copies(backed, prepared.gradients, note)
+        for some in self._chunks(n for n in gather.backed if compares and n in self.held):
+            copies = {n: self._of_piece(n).clone() for n in some}
+            self._update_copies(copies, prepared.gradients)
+            digests |= {n: digest_of_piece(one) for n, one in copies.items()}
         gather.wait()
         told = [norm.tensor]
         if digests:
@@ -323,42 +301,18 @@ class ShardedOptimizer(OptimizerHolders):
         return odd | {group.rank} if odd else odd
 
     def _update_copies(
-        self,
-        numbers: Iterable[int],
-        gradients: Mapping[int, torch.Tensor],
-        take: Callable[[int, torch.Tensor, State], None],
-        targets: Mapping[int, torch.Tensor] = MappingProxyType({}),
+        self, copies: Mapping[int, torch.Tensor], gradients: Mapping[int, torch.Tensor]
     ) -> None:
-        """Updates copies of these pieces, a few at a time, and calls `take` with the number of each
-        piece, its parameters and its state. `targets`: memory for the parameters."""
-        copies_gradients = self._updates.may_write_to_gradients  # which are needed again
-        for some in self._chunks(numbers):
-            tensors, states = {}, {n: self.held[n] for n in some}
-            for n in some:
-                present = self._of_piece(n)
-                tensors[n] = targets[n].copy_(present) if n in targets else present.clone()
-            given = {n: gradients[n].clone() if copies_gradients else gradients[n] for n in some}
-            self._updates.run(tensors, given, states, copies=True)
-            for n in some:
-                take(n, tensors[n], states[n])
-
-    def _small_pieces(self) -> AbstractSet[int]:
-        """Returns those of the pieces that this member holds that are updated once."""
-        sizes = sorted((self._state_bytes(n), n) for n in self.held)
-        ends = accumulate(size for size, _ in sizes)
-        return {n for (_, n), end in zip(sizes, ends, strict=True) if end <= KEPT_BYTES}
-
-    def _state_bytes(self, number: int) -> int:
-        """Returns the size of the state of a piece if the optimizer keeps two moments."""
-        piece = self.pieces[number]
-        tensors, dtype = state_kind(self._optimizer, self._parameters[piece.parameter])
-        return tensors * dtype.itemsize * piece.numel
+        """Updates these copies of pieces. The state of the pieces stays as it is."""
+        given = {n: gradients[n] for n in copies}
+        if self._updates.may_write_to_gradients:  # which are needed again
+            given = {n: one.clone() for n, one in given.items()}
+        self._updates.run(copies, given, {n: self.held[n] for n in copies}, copies=True)
 
     def _chunks(self, numbers: Iterable[int]) -> Iterator[list[int]]:
-        """Yields lists of about COPIED_BYTES of parameters, small pieces first."""
-        limit: float = COPIED_BYTES_ON_DEVICE if self._is_asynchronous else COPIED_BYTES
-        if len(self._small) == len(self.held):
-            limit = math.inf
+        """Yields pieces that are updated together, small ones first."""
+        on_device = accelerator_of(self._device).asynchronous
+        limit = UPDATED_BYTES_ON_DEVICE if on_device else UPDATED_BYTES
         chunk, size = list[int](), 0
         for number in sorted(numbers, key=self.sizes.__getitem__):
             chunk.append(number)
@@ -385,28 +339,17 @@ class ShardedOptimizer(OptimizerHolders):
             self._update_in_place(of_pieces)
         else:
             assert self._prepared is not None and self._gather is not None
-            self._advance(self._prepared)
+            self._update_in_place(self._prepared.gradients)
             self._gather.install()
             self._prepared = self._gather = None
         self.committed_in = self._generation
 
-    def _advance(self, prepared: _PreparedStep) -> None:
-        """Updates what this member holds."""
-        gradients = prepared.gradients.items()
-        self._update_in_place({n: one for n, one in gradients if n not in prepared.states})
-        self.held |= prepared.states
-
     @torch.no_grad()
     def _update_in_place(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Updates these pieces, which this member holds, and their state."""
-        for some in self._chunks(gradients) if self._is_asynchronous else [list(gradients)]:
+        for some in self._chunks(gradients):
             of_some = {n: gradients[n] for n in some}
             self._updates.run({n: self._of_piece(n) for n in some}, of_some, self.held)
-
-    @property
-    def _is_asynchronous(self) -> bool:
-        """Whether the parameters are on a device that works while the host goes on."""
-        return accelerator_of(self._device).asynchronous
 
     # -------------------------------------------------------------------- state transfers
 
@@ -417,7 +360,7 @@ class ShardedOptimizer(OptimizerHolders):
         prepared, self._prepared = self._prepared, None
         self.committed_in = generation
         if prepared is not None and (prepared.step, prepared.generation) == (step, generation):
-            self._advance(prepared)
+            self._update_in_place(prepared.gradients)
         else:
             self.held = {}
 

@@ -32,9 +32,7 @@ DEVICE = torch.device("cpu")  # of the members' parameters
 
 @pytest.fixture(autouse=True)
 def _small_units(monkeypatch):
-    """So small that a member keeps copies of some of its pieces, and not of others."""
     monkeypatch.setattr(gradient_units, "UNIT_BYTES", 1024)
-    monkeypatch.setattr(sharded_optimizer, "KEPT_BYTES", 4096)
 
 
 class Member:
@@ -467,41 +465,23 @@ def test_parameters_are_gathered_in_parts_of_a_limited_size(monkeypatch):
     check_equal(members, plain_after(1))
 
 
-@pytest.fixture
-def updated(monkeypatch):
-    """The bytes of the pieces of each update."""
-    found, run = [], PieceUpdates.run
+def test_few_pieces_are_updated_together(monkeypatch):
+    """There are copies of them before the commit. A step that is not committed needs no second
+    state."""
+    updated, run = [], PieceUpdates.run
 
     def counts(updates, tensors, *given, **options):
-        found.append([x.nbytes for x in tensors.values()])
+        updated.append(sum(x.nbytes for x in tensors.values()))
         run(updates, tensors, *given, **options)
 
     monkeypatch.setattr(PieceUpdates, "run", counts)
-    return found
-
-
-def test_copies_of_pieces_exist_a_few_at_a_time(updated, monkeypatch):
-    """A step that is not committed needs no second state."""
-    monkeypatch.setattr(sharded_optimizer, "COPIED_BYTES", 2048)
+    monkeypatch.setattr(sharded_optimizer, "UPDATED_BYTES", 2048)
     members = four()
     enter(members, lambda member: member.attempt(commits=False))
     assert len(updated) > 4 * 2
-    assert max(map(sum, updated)) < 2048 + gradient_units.UNIT_BYTES
     enter(members, Member.attempt)
+    assert max(updated) < 2048 + gradient_units.UNIT_BYTES
     check_equal(members, plain_after(1))
-
-
-@pytest.mark.parametrize("once", [True, False])
-def test_small_state_is_updated_once(once, updated, monkeypatch):
-    """A large one is updated before the commit and behind it, which takes less memory."""
-    if once:
-        monkeypatch.setattr(sharded_optimizer, "KEPT_BYTES", 1 << 20)
-    members = four()
-    enter(members, Member.attempt)
-    held = sum(len(member.sharding.held) for member in members)
-    assert (sum(map(len, updated)) == held) is once
-    enter(members, Member.attempt)
-    check_equal(members, plain_after(2))
 
 
 def test_aborted_step_leaves_state_as_it_was_and_is_done_again_with_the_same_bits():
