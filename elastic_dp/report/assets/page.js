@@ -253,27 +253,10 @@ function show() {
   Object.values(SHOW).forEach((each) => each());
 }
 
-// ----------------------------------------------------------------------------- theme
-
-const systemTheme = matchMedia("(prefers-color-scheme: dark)");
-let theme = "system";
-
-function applyTheme() {
-  const dark = theme === "dark" || (theme === "system" && systemTheme.matches);
-  document.documentElement.dataset.theme = dark ? "dark" : "light";
-  $("theme").textContent = `Theme: ${theme}`;
-  if (report) for (const drawn of [drawLoss, drawBand]) drawn();
-}
-
-$("theme").addEventListener("click", () => {
-  theme = { system: "light", light: "dark", dark: "system" }[theme];
-  applyTheme();
-});
-systemTheme.addEventListener("change", applyTheme);
-
 // ----------------------------------------------------------------------------- start
 
-applyTheme();
+// A chart has the colors of the moment in which it was drawn.
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (report) show(); });
 if (settings.mode === "report") {
   report = JSON.parse($("report").textContent);
   buildRunPage();
