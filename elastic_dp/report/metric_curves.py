@@ -42,24 +42,21 @@ class _Curve:
     def __init__(self) -> None:
         self._kept: list[_Point] = []
         self._width = 2
-        self._open: list[_Point] = []  # the lowest, the highest and the newest of the last few
-        self._opened = 0
+        self._open: list[_Point] = []  # the newest, at most `_width`
 
     def add(self, point: _Point) -> None:
-        if self._opened == self._width:
+        if len(self._open) == self._width:
             self._kept += _extremes(self._open)
-            self._open, self._opened = [], 0
+            self._open = []
             if len(self._kept) >= 2 * MOST_POINTS:
                 fours = range(0, len(self._kept), 4)
                 self._kept = [p for at in fours for p in _extremes(self._kept[at : at + 4])]
                 self._width *= 2
-        elif self._opened > 2:
-            self._open = _extremes(self._open)
         self._open.append(point)
-        self._opened += 1
 
     def points(self) -> list[_Point]:
-        return [*self._kept, *self._open]
+        *rest, newest = self._open
+        return [*self._kept, *(_extremes(rest) if len(rest) > 2 else rest), newest]
 
 
 def _extremes(points: list[_Point]) -> list[_Point]:

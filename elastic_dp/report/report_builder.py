@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import math
 import re
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -326,7 +327,7 @@ class _Group:
         self.generation = 0
         self.members: set[str] = set()
         self.wanted = 0
-        self.band: list[GroupSize] = []
+        self.band = deque[GroupSize](maxlen=MOST_EVENTS)
         self.why = ""  # the generation ended, as the controller said
         self._paused_since: float | None = None
 
@@ -366,15 +367,14 @@ class _Group:
         size = GroupSize(now, len(self.members), self.wanted)
         if not self.band or self.band[-1][1:] != size[1:]:
             self.band.append(size)
-            del self.band[: max(0, len(self.band) - MOST_EVENTS)]
 
 
 class _EventLog:
     """The newest events and decisions, and how many losses there were."""
 
     def __init__(self) -> None:
-        self.events: list[RunEvent] = []
-        self.decisions: list[Decision] = []
+        self.events = deque[RunEvent](maxlen=MOST_EVENTS)
+        self.decisions = deque[Decision](maxlen=MOST_DECISIONS)
         self.lost = 0
         self.rollbacks = 0
         self._told: set[tuple[str, str]] = set()
@@ -385,7 +385,6 @@ class _EventLog:
         if event.kind is EventKind.START:
             self._told.clear()  # the names of workers are used again
         self.events.append(event)
-        _limit(self.events, MOST_EVENTS)
 
     def is_new(self, what: str, text: str) -> bool:
         """Whether this is told for the first time; workers repeat what they report."""
@@ -404,7 +403,6 @@ class _EventLog:
     def decide(self, decision: Decision) -> None:
         if not self.decisions or self.decisions[-1].text != decision.text:
             self.decisions.append(decision)
-            _limit(self.decisions, MOST_DECISIONS)
 
     def newest_decision(self) -> str:
         return self.decisions[-1].text if self.decisions else ""
@@ -443,9 +441,3 @@ def _text(value: Any) -> str:
     if "://" in text:
         text = redact_url(text)
     return text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 1] + "…"
-
-
-def _limit(entries: list[Any], most: int) -> None:
-    """Drop the oldest tenth beyond the limit, so that the rest of a long list often stays."""
-    if len(entries) > most:
-        del entries[: most // 10]

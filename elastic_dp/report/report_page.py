@@ -13,6 +13,7 @@ import hashlib
 import html
 import json
 from importlib import resources
+from string import Template
 from typing import Any
 
 from elastic_dp.errors import SpecError
@@ -54,21 +55,15 @@ def fill_page(
     scripts: str,
 ) -> str:
     """Return the page. `title` and `words` are texts; `policy`, `style` and `scripts` are HTML."""
-    parts = {
-        "title": html.escape(title),
-        "words": "".join(f"<p>{html.escape(sentence)}</p>" for sentence in words),
-        "settings": _json_in_html(settings),
-        "report": _json_in_html(report),
-        "policy": policy,
-        "style": style,
-        "scripts": scripts,
-    }
-    first, *rest = asset("page.html").split("<!--")
-    page = [first]
-    for each in rest:
-        name, _, after = each.partition("-->")
-        page += [parts[name], after]
-    return "".join(page)
+    return Template(asset("page.html")).substitute(
+        title=html.escape(title),
+        words="".join(f"<p>{html.escape(sentence)}</p>" for sentence in words),
+        settings=_json_in_html(settings),
+        report=_json_in_html(report),
+        policy=policy,
+        style=style,
+        scripts=scripts,
+    )
 
 
 @functools.cache

@@ -60,9 +60,9 @@ def test_page_allows_its_own_scripts_alone():
 
 def test_fill_page_takes_a_text_with_the_marks_of_the_template_as_it_is():
     page = fill_page(
-        title="<!--scripts-->", words=(), policy="", style="", settings={}, report=None, scripts="S"
+        title="$scripts", words=(), policy="", style="", settings={}, report=None, scripts="S"
     )
-    assert page.count("S\n") == 1 and "&lt;!--scripts--&gt;" in page
+    assert page.count("S\n") == 1 and "<h1>$scripts</h1>" in page
 
 
 def test_report_without_plotly_says_what_to_install(monkeypatch):
