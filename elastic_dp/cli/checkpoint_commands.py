@@ -5,7 +5,6 @@ Modules that need torch are imported where they are used: `elastic-dp` starts wi
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +17,7 @@ from elastic_dp.cli.run_options import (
     StorageOption,
     StoragePath,
     find_live_run,
+    print_json,
     print_reply,
     storage_options,
 )
@@ -59,7 +59,7 @@ def list_(
     if verify and not rows:
         raise CheckpointError(f"{catalog.store.url} has no committed checkpoint")
     if as_json:
-        print(json.dumps(rows))
+        print_json(rows)
     elif not rows:
         print(
             f"no committed checkpoints at {catalog.store.url}; a run's folder is its "

@@ -5,14 +5,13 @@ Modules that take long to import (torch, pyarrow) are imported where they are us
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elastic_dp.cli.run_options import Json, StorageOption, storage_options
+from elastic_dp.cli.run_options import Json, StorageOption, print_json, storage_options
 from elastic_dp.urls import redact_url
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def convert(
         on_progress=None if as_json or not sys.stderr.isatty() else _tell,
     )
     if as_json:
-        print(json.dumps(asdict(converted)))
+        print_json(asdict(converted))
         return
     what = "documents" if pack is not None else "rows"
     print(
@@ -134,7 +133,7 @@ def inspect(
         deep=deep,
     )
     if as_json:
-        print(json.dumps(asdict(found)))
+        print_json(asdict(found))
     else:
         _print_inspection(found)
 

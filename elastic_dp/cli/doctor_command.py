@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import json
 import secrets
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from elastic_dp.cli.run_options import Json, StorageOption, storage_options
+from elastic_dp.cli.run_options import Json, StorageOption, print_json, storage_options
 from elastic_dp.cli.run_tables import one_line
 from elastic_dp.errors import ClusterError
 from elastic_dp.urls import StorageURL
@@ -58,7 +57,7 @@ def doctor(
     counts = {level: sum(check.level == level for check in found) for level in _LEVELS}
     if as_json:
         checked = [asdict(check) for check in found]
-        print(json.dumps({"ok": not counts["fails"], "checks": checked}))
+        print_json({"ok": not counts["fails"], "checks": checked})
         raise typer.Exit(int(counts["fails"] > 0))
     width = max(len(check.check) for check in found)
     for check in found:

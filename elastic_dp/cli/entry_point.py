@@ -10,7 +10,6 @@ Modules that take long to import (ray, torch, pyarrow) are imported by the comma
 from __future__ import annotations
 
 import io
-import json
 import sys
 from typing import Annotated, Any, NoReturn
 
@@ -31,6 +30,7 @@ from elastic_dp.cli import (
     run_commands,
     status_command,
 )
+from elastic_dp.cli.run_options import print_json
 from elastic_dp.errors import ElasticError, SpecError
 
 # click's own exception for a command line that is wrong; newer typers bring a click of their own.
@@ -80,7 +80,8 @@ class _Verbs(typer.core.TyperGroup):
                 raise SpecError(f"{words[0]} does not exist any more, use: elastic-dp {now}")
             for word in words:
                 option = word.partition("=")[0]
-                if instead := _REMOVED_OPTIONS.get((words[0], option)):
+                instead = _REMOVED_OPTIONS.get((words[0], option))
+                if instead and (option.startswith("--") or words[1] == option):
                     raise SpecError(f"{option} does not exist any more; {instead}")
             code = super().main(args, *more, **settings)
         except ElasticError as error:
@@ -95,7 +96,7 @@ class _Verbs(typer.core.TyperGroup):
 
 
 def _fail(code: int, error: str) -> NoReturn:
-    print(json.dumps({"exit_code": code, "error": error}))
+    print_json({"exit_code": code, "error": error})
     sys.exit(code)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
 import time
@@ -18,6 +17,8 @@ from elastic_dp.cli.run_options import (
     StoragePath,
     find_run,
     name_and_path,
+    print_json,
+    print_reply,
     storage_options,
 )
 from elastic_dp.errors import SpecError
@@ -100,7 +101,7 @@ def report(
 
     def ready(here: str) -> None:
         shown = f"{here}#token={secret}" if secret else here
-        print(json.dumps({"url": shown}) if as_json else shown, flush=True)
+        print_reply({"url": shown}, shown, as_json)
 
     serve(ServedRun(name, url, find_live if control else None), token or secret, port, ready)
 
@@ -111,7 +112,7 @@ def _write(name: str, url: StorageURL, output: Path | None, as_json: bool) -> No
 
     made = RunFolder(name, url).report(time.time())
     if as_json:
-        print(json.dumps(made.to_json()))
+        print_json(made.to_json())
         return
     output = Path(f"{name}.html") if output is None else output
     page = report_page(made)

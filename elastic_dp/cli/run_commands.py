@@ -9,7 +9,6 @@ returned, 1 if it or the run failed, 2 if the job is invalid.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import runpy
 import sys
@@ -31,6 +30,7 @@ from elastic_dp.cli.run_options import (
     find_live_run,
     find_run,
     name_and_path,
+    print_json,
     print_reply,
     storage_options,
 )
@@ -102,7 +102,7 @@ def run(
         results = [(url, None if code else read_result(url)) for url in overrides.urls]
         ended = [{"url": url} | (asdict(result) if result else {}) for url, result in results]
         said = {"exit_code": code} | ({"error": error} if error else {}) | {"runs": ended}
-        print(json.dumps(said, default=str))
+        print_json(said)
     raise typer.Exit(code)
 
 
@@ -131,10 +131,12 @@ def logs(
     """
     found, printed = find_run(name, address, storage_path, storage_option), events
     for record in found.events(follow=follow) if events else ():
-        print(json.dumps(record, default=str) if as_json else _journal_line(record), flush=True)
+        if as_json:
+            print_json(record)
+        else:
+            print(_journal_line(record), flush=True)
     for each, line in () if events else found.logs(worker, tail=tail, follow=follow):
-        words = json.dumps({"worker": each, "line": line}) if as_json else f"{each}  {line}"
-        print(words, flush=True)
+        print_reply({"worker": each, "line": line}, f"{each}  {line}", as_json)
         printed = True
     if not printed:
         print(

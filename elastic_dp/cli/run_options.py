@@ -68,8 +68,17 @@ def name_and_path(name: str, storage_path: str | None) -> tuple[str, str | None]
     return name, storage_path or "/"
 
 
+def print_json(value: Any) -> None:
+    """JSON has no numbers that are not finite: they become null."""
+    text = json.dumps(value, default=str)
+    print(json.dumps(json.loads(text, parse_constant=lambda name: None)), flush=True)
+
+
 def print_reply(facts: dict[str, Any], words: str, as_json: bool) -> None:
-    print(json.dumps(facts, default=str) if as_json else words)
+    if as_json:
+        print_json(facts)
+    else:
+        print(words, flush=True)
 
 
 def find_run(

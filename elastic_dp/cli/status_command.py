@@ -6,7 +6,6 @@ What is shown of a run comes from its controller, or from its folder.
 from __future__ import annotations
 
 import contextlib
-import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
@@ -19,6 +18,7 @@ from elastic_dp.cli.run_options import (
     StoragePath,
     find_run,
     name_and_path,
+    print_json,
     storage_options,
 )
 from elastic_dp.cli.run_tables import overview_table, run_text
@@ -45,7 +45,7 @@ def status(
     where = address, storage_path, storage_option
     seen = _all_runs(*where) if name is None else [_one_run(name, *where)]
     if as_json:
-        print(json.dumps(seen if name is None else seen[0], default=str))
+        print_json(seen if name is None else seen[0])
     elif name is not None:
         print(run_text(seen[0]))
     else:

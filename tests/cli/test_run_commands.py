@@ -30,6 +30,24 @@ def test_every_verb_prints_json_where_it_is_asked_to():
         assert any("--json" in parameter.opts for parameter in verbs[name].params), name
 
 
+@pytest.mark.parametrize("words", [["logs", "mine", "--events"], ["status", "mine"]])
+def test_loss_that_is_not_finite_is_printed_as_json(words, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "run.json").write_text("{}")
+    (tmp_path / "mine" / "metrics.jsonl").write_text('{"time": 1.0, "step": 1, "loss": "NaN"}\n')
+    said = CliRunner().invoke(app, [*words, "--json", "--storage-path", str(tmp_path)])
+    facts = json.loads(said.stdout, parse_constant=pytest.fail)
+    assert facts.get("metrics", facts)["loss"] is None
+
+
+def test_run_may_have_the_name_of_a_verb_that_is_gone(tmp_path):
+    said = CliRunner().invoke(
+        app, ["checkpoints", "list", "verify", "--storage-path", str(tmp_path)]
+    )
+    assert "no run named 'verify'" in said.stderr
+    assert "list RUN --verify" in CliRunner().invoke(app, ["checkpoints", "verify", "x"]).stderr
+
+
 STEERING = {
     "scale": ["mine", "2"],
     "checkpoints": ["save", "mine"],
