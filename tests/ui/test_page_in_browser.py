@@ -100,8 +100,12 @@ def test_each_event_of_a_run_is_seen_and_buttons_steer_it(browser, live):
     assert watched.faults() == [] and watched.fits()
     watched.shoot("page-light")
 
+    told = page.locator("#told").text_content()
+    page.once("dialog", lambda question: question.dismiss())
     page.click("#stop")
-    page.get_by_role("button", name="Stop it", exact=True).click()
+    assert page.locator("#told").text_content() == told
+    page.once("dialog", lambda question: question.accept())
+    page.click("#stop")
     outcome = run.wait()
     wait_for(page, "end")
     page.locator("#phase", has_text="finished").wait_for()

@@ -91,14 +91,9 @@ async function command(verb, body) {
 
 // The run goes back to work only if somebody starts it again, so this is asked twice.
 function confirmStop() {
-  const dialog = el("dialog", { "aria-labelledby": "stop-title" },
-    el("h2", { id: "stop-title" }, "Stop the run?"),
-    el("p", {}, "It ends after one of its next steps, with a checkpoint. Started again, it goes on from there."),
-    el("form", { method: "dialog", class: "tools" },
-      el("button", { class: "main", onclick: () => command("stop", {}) }, "Stop it"), el("button", {}, "Let it train")));
-  dialog.addEventListener("close", () => dialog.remove());
-  document.body.append(dialog);
-  dialog.showModal();
+  if (confirm("Stop the run? It ends after one of its next steps, with a checkpoint. Started again, it goes on from there.")) {
+    command("stop", {});
+  }
 }
 
 function controls() {
