@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.errors import FileDamaged, RunMismatch
+from elastic_dp.errors import FileDamaged, RunMismatch, StorageError
 from elastic_dp.report.report_builder import ReportBuilder
 from elastic_dp.report.report_model import Report
 from elastic_dp.report.run_status import status_of_report
@@ -47,7 +47,6 @@ class RunFolder:
             try:
                 self._read()
             except (ObjectMissing, ObjectRewritten):
-                self._forget()
                 self._read()
             self._look()
             return self._builder.build(now, stored=self._stored, result=self._result)
@@ -67,8 +66,12 @@ class RunFolder:
         self._journal = JournalTail(self._store)
 
     def _read(self) -> None:
-        for line in self._journal.lines():
-            self._builder.line(line)
+        try:
+            for line in self._journal.lines():
+                self._builder.line(line)
+        except StorageError:  # lines that were read and not passed on would be missing
+            self._forget()
+            raise
 
     def _look(self) -> None:
         if time.monotonic() < self._looked_at + _LOOK_S:

@@ -6,6 +6,7 @@ import uuid
 import pytest
 
 from elastic_dp.coordinator.messages import CheckpointRequested, SizeRequested, StopRequested
+from elastic_dp.errors import StorageError
 from elastic_dp.report.report_model import EventKind, RunPhase
 from elastic_dp.report.report_reader import RunFolder
 from elastic_dp.storage import Store
@@ -76,6 +77,28 @@ def test_folder_that_was_replaced_is_read_again(tmp_path):
     write(tmp_path, night()[:3])
     report = folder.report(T0 + 12)
     assert (report.lost, report.starts, report.curves) == (0, 1, {})
+
+
+def test_store_that_fails_between_the_files_of_a_journal_hides_no_event(monkeypatch):
+    where = StorageURL(f"memory://{uuid.uuid4().hex}/night")
+    store, lines, read = Store(where), night(), Store.read
+    folder = RunFolder("night", where)
+    metrics = [line for line in lines if not {"event", "command"} & line.keys()]
+    events = [line for line in lines if line not in metrics]
+    for name, some in (("events", events), ("metrics", metrics)):
+        text = "".join(f"{json.dumps(line)}\n" for line in some)
+        store.write(path_in(store, f"{name}.jsonl"), text.encode())
+
+    def failing(store, path, *span):
+        if "metrics" in path:
+            raise StorageError("503")
+        return read(store, path, *span)
+
+    monkeypatch.setattr(Store, "read", failing)
+    with pytest.raises(StorageError, match="503"):
+        folder.report(T0 + 12)
+    monkeypatch.setattr(Store, "read", read)
+    assert folder.report(T0 + 12) == RunFolder("night", where).report(T0 + 12)
 
 
 def test_folder_without_a_journal_has_an_empty_report(tmp_path):
