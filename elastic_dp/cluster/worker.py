@@ -35,12 +35,12 @@ from elastic_dp.storage import Store
 from elastic_dp.storage.retry import on_retry
 from elastic_dp.torch_settings import apply_torch_settings
 from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
-from elastic_dp.train.controller_link import ControllerLink
+from elastic_dp.train.controller_link import ControllerLink, HeartbeatStatus
 from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
 from elastic_dp.train.fault_injection import FaultInjector, WorkerFault
 from elastic_dp.train.gang import Gang, process_batches
 from elastic_dp.train.generations.worker_control import ORPHANED, WorkerControl
-from elastic_dp.train.train_function import fail_worker, train_until_released
+from elastic_dp.train.train_function import TrainFunction, fail_worker, train_until_released
 from elastic_dp.train.worker_session import WorkerSession
 
 
@@ -87,9 +87,69 @@ class FollowerProcess(NamedTuple):
     connection: Connection
 
 
-def connects_devices(spec: JobSpec, shares_gpu: bool) -> bool:
-    """Return whether each process of this job's workers connects its device with the others'."""
-    return has_own_communicator(spec.scaling.resources_per_worker.get("GPU", 0)) and not shares_gpu
+def set_up(spec: JobSpec, address: str | None) -> list[str]:
+    """Set what torch, NCCL and Gloo need in a process of a worker, before it looks for its device.
+    `address`: of its node. Return what of the environment is overridden."""
+    torch.set_num_threads(spec.scaling.num_threads)
+    apply_torch_settings(spec.torch_settings)
+    use_interface(address)
+    return set_nccl_environment(os.environ)
+
+
+def find_device(spec: JobSpec, job: WorkerJob) -> torch.device:
+    """Return the device of this process. Where it does not work, the process ends."""
+    resources, labels = spec.scaling.resources_per_worker, spec.scaling.label_selector
+    device = pick_device(resources)
+    admit(device, resources, labels, exact=spec.exact, shared=job.shares_gpu)
+    return device
+
+
+def train_in_process(
+    job: WorkerJob,
+    spec: JobSpec,
+    train: TrainFunction,
+    begun: Callable[[WorkerSession], object] = lambda session: None,
+    *,
+    on_wait: Callable[[str], None],
+    worker: WorkerId,
+    device: torch.device,
+    link: ControllerLink,
+    status: HeartbeatStatus,
+    control: WorkerControl,
+    gang: Gang | None,
+    **more: Any,
+) -> str:
+    """Train in this process until its worker is released. Return why it was. `begun` gets the
+    session. `on_wait`: see `open_data`. The others are fields of the session."""
+    try:
+        data = open_data(
+            spec.data,
+            virtual_workers=spec.micro_batches_by_step,
+            index=job.index,
+            left_out=spec.left_out,
+            pin=is_gpu(device),
+            timeout_s=spec.failure.storage_timeout_s,
+            on_wait=on_wait,
+        )
+    except Exception as error:  # also what a user's dataset raises
+        return fail_worker(worker, link, control, status, error)
+    gpus = spec.scaling.resources_per_worker.get("GPU", 0)
+    session = WorkerSession(
+        spec=spec,
+        worker=worker,
+        data=data if gang is None else process_batches(data, gang),
+        device=device,
+        connects_devices=has_own_communicator(gpus) and not job.shares_gpu,
+        link=link,
+        status=status,
+        control=control,
+        code=code_fingerprint(train, constants=False),
+        faults=FaultInjector(job.faults, worker, 0 if gang is None else gang.number),
+        gang=gang,
+        **more,
+    )
+    begun(session)
+    return train_until_released(train, session)
 
 
 class Worker:
@@ -133,15 +193,13 @@ class Worker:
                 numbers = range(job.processes // job.nodes, job.processes)
                 accept = importlib.import_module(GANG_CONNECTIONS).accept
                 connections += accept(listener, job.secret, identity, numbers)
-            self._control.lead(connections, link.post, link.register, self._page.write_fault)
+            write_fault = self._page.write_fault
+            self._control.lead(connections, link.post, link.register, write_fault, link.say)
         self._rendezvous = Rendezvous(identity, job.secret, link.register)
-        torch.set_num_threads(spec.scaling.num_threads)
-        apply_torch_settings(spec.torch_settings)
         # Not with the variables that a process is started with: here the user's own are seen.
-        for text in set_nccl_environment(os.environ):
+        for text in set_up(spec, address):
             link.say(f"{identity}: {text}")
         self._log = None if job.url is None else WorkerLogUploader(Store(job.url), identity).start()
-        use_interface(address)
         self.hear_from(job.controller)
         others = [follower.pid for follower in followers]
         self._page.start_sidecar(identity, job.secret, spec.failure.heartbeat_interval, others)
@@ -205,50 +263,32 @@ class Worker:
 
     def _run(self) -> str:
         # First of all: a worker without a GPU that works ends, and another is started.
-        device = pick_device(self._spec.scaling.resources_per_worker)
-        admit(
-            device,
-            self._spec.scaling.resources_per_worker,
-            self._spec.scaling.label_selector,
-            exact=self._spec.exact,
-            shared=self._job.shares_gpu,
-        )
+        device = find_device(self._spec, self._job)
         self._link.post(m.WorkerStarted(self.identity))
         while not self._begin.wait(self._control.orphaned_in_s()):
             if self._control.orphaned_in_s() <= 0:
                 return ORPHANED
         if self._control.release_reason is not None:
             return self._control.release_reason
-        gang = self._gang(device)
-        try:
-            data = open_data(
-                self._spec.data,
-                virtual_workers=self._spec.micro_batches_by_step,
-                index=self._job.index,
-                left_out=self._spec.left_out,
-                pin=is_gpu(device),
-                timeout_s=self._spec.failure.storage_timeout_s,
-                on_wait=lambda text: self._link.say(f"{self.identity}: {text}"),
-            )
-        except Exception as error:  # also what a user's dataset raises
-            return fail_worker(self.identity, self._link, self._control, self._page, error)
-        self._session = WorkerSession(
-            spec=self._spec,
+        return train_in_process(
+            self._job,
+            self._spec,
+            self._train,
+            self._begun,
+            on_wait=lambda text: self._link.say(f"{self.identity}: {text}"),
             worker=self.identity,
-            data=data if gang is None else process_batches(data, gang),
             device=device,
-            connects_devices=connects_devices(self._spec, self._job.shares_gpu),
             link=self._link,
             status=self._page,
             control=self._control,
+            gang=self._gang(device),
             is_source=self._is_source,
             checkpoints=self._checkpoints(),
-            code=code_fingerprint(self._train, constants=False),
-            faults=FaultInjector(self._job.faults, self.identity),
-            gang=gang,
             rendezvous=self._rendezvous,
         )
-        return train_until_released(self._train, self._session)
+
+    def _begun(self, session: WorkerSession) -> None:
+        self._session = session
 
     def _gang(self, device: torch.device) -> Gang | None:
         if self._gangs is None:
@@ -257,13 +297,11 @@ class Worker:
             gang: Gang = self._gangs.lead(
                 self._control,
                 self.identity,
-                self._job.secret,
+                self._job,
                 self._spec.scaling,
                 device,
+                self._address,
                 is_source=self._is_source,
-                stores=self._job.url is not None,
-                address=self._address,
-                shares_gpu=self._job.shares_gpu,
             )
             return gang
         except ClusterError as error:  # this worker ends, and is replaced

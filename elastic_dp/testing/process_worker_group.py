@@ -287,14 +287,13 @@ def _follow(
     host: Host,
 ) -> None:
     host.enter()
-    given = job.pickled, job.index, job.secret, job.faults, host.address, job.shares_gpu
     connection: Any = leader
     if not isinstance(leader, Connection):
         far = importlib.import_module(GANG_CONNECTIONS)
         connection, watched = far.connect(leader, job.secret, identity, number)
         far.watch(watched, lambda: os._exit(1))
     try:
-        importlib.import_module(GANGS).follow(identity, number, connection, *given)
+        importlib.import_module(GANGS).follow(identity, number, connection, job, host.address)
     except Exception:
         connection.send(traceback.format_exc())
         raise

@@ -52,7 +52,7 @@ def test_child_finds_its_gpu_and_not_its_parents(monkeypatch):
     monkeypatch.setattr(followers, "_MAIN", CHILD)
     monkeypatch.setenv(NAME, "3")
     environments = visible_to_processes(["3", "5"], 2)[1:]
-    [follower] = followers.start_followers("w1", environments)
+    [follower] = followers.start_followers("w1", environments, None, None)
     assert follower.connection.recv() == "5"
     follower.connection.close()
 

@@ -42,7 +42,7 @@ class WorkerActor:
         followers, listener = [], None
         if job.processes > 1:
             gangs = importlib.import_module(GANGS)
-            followers = gangs.start_followers(identity, others, *_given(job, address))
+            followers = gangs.start_followers(identity, others, job, address)
         if job.nodes > 1:
             listener = socket.create_server((address, 0), family=family_of(address), backlog=128)
             _start_hosts(identity, job, listener.getsockname())
@@ -83,7 +83,7 @@ class HostActor:
 
     def __init__(self, identity: WorkerId, job: WorkerJob, first: int, leader: Any) -> None:
         print_whatever_fits()
-        given = _given(job, ray.util.get_node_ip_address())
+        address = ray.util.get_node_ip_address()
         environments = _environments(job.processes // job.nodes)
         group = ray.util.get_current_placement_group()
 
@@ -94,7 +94,7 @@ class HostActor:
                 time.sleep(1)
 
         importlib.import_module(GANGS).start_followers(
-            identity, environments, *given, first=first, leader=leader, on_end=free
+            identity, environments, job, address, first=first, leader=leader, on_end=free
         )
 
 
@@ -110,11 +110,6 @@ def _start_hosts(identity: WorkerId, job: WorkerJob, leader: Any) -> None:
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, node),
             **worker_placement.resource_options(bundle),
         ).remote(identity, job, node * each, leader)
-
-
-def _given(job: WorkerJob, address: str) -> tuple[Any, ...]:
-    """Return what each process beside the first one is given."""
-    return job.pickled, job.index, job.secret, job.faults, address
 
 
 def _environments(processes: int) -> list[dict[str, str]]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import pickle
 import queue
@@ -31,27 +30,28 @@ from typing import Any
 import cloudpickle
 import torch
 
-from elastic_dp.cluster.worker import FollowerProcess, connects_devices
+from elastic_dp.cluster.worker import (
+    FollowerProcess,
+    WorkerJob,
+    find_device,
+    set_up,
+    train_in_process,
+)
 from elastic_dp.cluster.worker_logs import print_whatever_fits
 from elastic_dp.config import JobSpec, ScalingConfig
 from elastic_dp.coordinator.messages import Event, WorkerFailed, WorkerId
-from elastic_dp.data import Index, open_data
-from elastic_dp.device.device_checks import admit
-from elastic_dp.device.gpu import is_gpu, pick_device
-from elastic_dp.distributed.nccl_environment import set_nccl_environment
-from elastic_dp.distributed.process_group import use_interface
 from elastic_dp.distributed.rendezvous import MemberRecord, Rendezvous
 from elastic_dp.extensions.gangs.gang_connections import connect, shut, watch
-from elastic_dp.extensions.gangs.gang_control import Faulted, FollowerControl, LeaderControl
+from elastic_dp.extensions.gangs.gang_control import (
+    Faulted,
+    FollowerControl,
+    LeaderControl,
+    Waiting,
+)
 from elastic_dp.extensions.gangs.gang_mesh import open_mesh
 from elastic_dp.threads import background
-from elastic_dp.torch_settings import apply_torch_settings
 from elastic_dp.train.controller_link import ControllerLink, HeartbeatStatus
-from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
-from elastic_dp.train.fault_injection import FaultInjector, WorkerFault
-from elastic_dp.train.gang import Gang, process_batches
-from elastic_dp.train.train_function import fail_worker, train_until_released
-from elastic_dp.train.worker_session import WorkerSession
+from elastic_dp.train.gang import Gang
 
 # What fails before the child has a session is told to the actor, which reports it.
 _MAIN = """
@@ -70,19 +70,17 @@ _PR_SET_PDEATHSIG = 1
 def lead(
     control: LeaderControl,
     identity: WorkerId,
-    secret: bytes,
+    job: WorkerJob,
     scaling: ScalingConfig,
     device: torch.device,
+    address: str | None,
     *,
     is_source: bool,
-    stores: bool,
-    address: str | None,
-    shares_gpu: bool = False,
 ) -> Gang:
-    """Tells the followers how to begin. Returns the gang of the first process. `stores`: it takes
-    checkpoints. `address`: of its node. `shares_gpu`: see `WorkerJob`. Raises ClusterError."""
-    control.exchange(json.dumps({"is_source": is_source, "stores": stores}).encode())
-    mesh = open_mesh(control.store, identity, secret, 0, scaling, device, address, shares_gpu)
+    """Tells the followers how to begin. Returns the gang of the first process. `address`: of its
+    node. Raises ClusterError."""
+    control.exchange(bytes([is_source]))
+    mesh = open_mesh(control.store, identity, job, 0, scaling, device, address)
     return Gang(0, scaling.processes_per_worker, mesh, control)
 
 
@@ -90,61 +88,37 @@ def follow(
     identity: WorkerId,
     number: int,
     leader: Connection,
-    pickled: bytes,
-    index: Index | None,
-    secret: bytes,
-    faults: tuple[WorkerFault, ...],
-    address: str | None = None,
-    shares_gpu: bool = False,
+    job: WorkerJob,
+    address: str | None,
 ) -> str:
-    """Runs process `number` of a worker until that is released. `pickled`, `index`, `secret`,
-    `faults` and `shares_gpu` are those of the `WorkerJob`. Returns why it was released."""
-    given: tuple[JobSpec, Any] = cloudpickle.loads(pickled)
+    """Runs process `number` of a worker until that is released. Returns why it was."""
+    given: tuple[JobSpec, Any] = cloudpickle.loads(job.pickled)
     spec, train = given
-    torch.set_num_threads(spec.scaling.num_threads)
-    apply_torch_settings(spec.torch_settings)
-    set_nccl_environment(os.environ)  # the first process says what is overridden
-    use_interface(address)
+    set_up(spec, address)  # the first process says what is overridden
     # Before the first process waits for this one to connect: it hears why this one ends.
-    resources, labels = spec.scaling.resources_per_worker, spec.scaling.label_selector
-    device = pick_device(resources)
-    admit(device, resources, labels, exact=spec.exact, shared=shares_gpu)
+    device = find_device(spec, job)
     control = FollowerControl(leader, number)
-    rendezvous = Rendezvous(identity, secret, control.tell, number)
+    rendezvous = Rendezvous(identity, job.secret, control.tell, number)
     control.follow(rendezvous.deliver)
     link = _FollowerLink(control)
-    told = json.loads(control.exchange(b"")[0])
-    scaling = spec.scaling
-    mesh = open_mesh(control.store, identity, secret, number, scaling, device, address, shares_gpu)
-    size, helps = scaling.processes_per_worker, told["stores"]
-    gang = Gang(number, size, mesh, control, helps_to_gather=helps)
-    try:
-        data = open_data(
-            spec.data,
-            virtual_workers=spec.micro_batches_by_step,
-            index=index,
-            left_out=spec.left_out,
-            pin=is_gpu(device),
-            timeout_s=spec.failure.storage_timeout_s,
-        )
-    except Exception as error:  # also what a user's dataset raises
-        return fail_worker(identity, link, control, link, error)
-    session = WorkerSession(
-        spec=spec,
+    is_source = bool(control.exchange(b"")[0][0])
+    mesh = open_mesh(control.store, identity, job, number, spec.scaling, device, address)
+    # The first process takes checkpoints, if there is a place for them.
+    gang = Gang(number, job.processes, mesh, control, helps_to_gather=job.url is not None)
+    return train_in_process(
+        job,
+        spec,
+        train,
+        on_wait=lambda text: control.tell(Waiting(f"process {number + 1} of {identity}: {text}")),
         worker=identity,
-        data=process_batches(data, gang),
         device=device,
-        connects_devices=connects_devices(spec, shares_gpu),
         link=link,
         status=link,
         control=control,
-        is_source=told["is_source"],
-        code=code_fingerprint(train, constants=False),
-        faults=FaultInjector(faults, identity, number),
         gang=gang,
+        is_source=is_source,
         rendezvous=rendezvous,
     )
-    return train_until_released(train, session)
 
 
 class _FollowerLink(ControllerLink, HeartbeatStatus):
@@ -167,37 +141,40 @@ class _FollowerLink(ControllerLink, HeartbeatStatus):
 def start_followers(
     identity: WorkerId,
     environments: Sequence[Mapping[str, str]],
-    *given: Any,
+    job: WorkerJob,
+    address: str | None,
+    *,
     first: int = 1,
     leader: tuple[str, int] | None = None,
     on_end: Callable[[], object] = lambda: None,
 ) -> list[FollowerProcess]:
     """Return processes of a worker beside its first one: that which is numbered `first`, and
     following ones. `environments` has the variables of each in which it differs from this one.
-    `given` are the further arguments of `follow`. `leader`: where the first process listens, if it
-    is on another node; then `on_end` is called when it has ended. Raises OSError and EOFError if it
-    does not answer."""
+    `address`: of this node. `leader`: where the first process listens, if it is on another node;
+    then `on_end` is called when it has ended. Raises OSError and EOFError if it does not answer."""
     return [
-        _start(number, environment, (identity, number, given), leader, on_end)
+        _start(identity, number, environment, job, address, leader, on_end)
         for number, environment in enumerate(environments, first)
     ]
 
 
 def _start(
+    identity: WorkerId,
     number: int,
     environment: Mapping[str, str],
-    arguments: Any,
+    job: WorkerJob,
+    address: str | None,
     leader: tuple[str, int] | None,
     on_end: Callable[[], object],
 ) -> FollowerProcess:
     if leader is None:
         ours, theirs = Pipe()
     else:
-        identity, number, given = arguments
-        theirs, watched = connect(leader, given[2], identity, number)
+        theirs, watched = connect(leader, job.secret, identity, number)
         ours = Connection(os.dup(theirs.fileno()))
         watch(watched, on_end)
     started: queue.SimpleQueue[int | Exception] = queue.SimpleQueue()
+    arguments = identity, number, job, address
     run = partial(_run_child, ours, theirs, environment, arguments, started)
     background(f"child-{number}", run, started.put).start()
     pid = started.get()
@@ -239,8 +216,8 @@ def main() -> None:
     _end_with(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process decides what it means
     print_whatever_fits()
-    identity, number, given = pickle.load(sys.stdin.buffer)
-    follow(identity, number, Connection(int(sys.argv[1])), *given)
+    identity, number, job, address = pickle.load(sys.stdin.buffer)
+    follow(identity, number, Connection(int(sys.argv[1])), job, address)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # abandoned groups may block an orderly exit

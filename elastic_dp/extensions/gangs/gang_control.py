@@ -77,6 +77,12 @@ class Faulted(NamedTuple):
     text: str
 
 
+class Waiting(NamedTuple):
+    """A follower waits for the store of the data, or does no longer."""
+
+    text: str
+
+
 class Decided(NamedTuple):
     value: Any
 
@@ -205,10 +211,11 @@ class LeaderControl(GangControl):
         post: Callable[[WorkerFailed], None],
         register: Callable[[MemberRecord], None],
         write_fault: Callable[[str, str], None],
+        say: Callable[[str], None],
     ) -> None:
-        """Begins to hear from the followers. `post` and `register`: to the controller.
+        """Begins to hear from the followers. `post`, `register` and `say`: to the controller.
         `write_fault`: see `HeartbeatStatus`. All are called on threads of their own."""
-        self._followers, self._post = followers, post
+        self._followers, self._post, self._say = followers, post, say
         self._register, self._write_fault = register, write_fault
         self._heard: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in followers]
         self._alive: list[queue.SimpleQueue[Signal]] = [queue.SimpleQueue() for _ in followers]
@@ -356,6 +363,9 @@ class LeaderControl(GangControl):
             if isinstance(message, MemberRecord):
                 self._register(message)
                 continue
+            if isinstance(message, Waiting):
+                self._say(message.text)
+                continue
             if isinstance(message, Stored):
                 self._change(message.key, message.value, number)
                 continue
@@ -400,7 +410,7 @@ class FollowerControl(GangControl):
             return self._totals.get()
 
     def tell(
-        self, message: Arrived | Faulted | MemberRecord | Stored | WorkerFailed | Signal
+        self, message: Arrived | Faulted | MemberRecord | Stored | Waiting | WorkerFailed | Signal
     ) -> None:
         """Sends this to the first process. Any thread may call it."""
         try:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from elastic_dp.cluster.worker import WorkerJob
 from elastic_dp.config import ScalingConfig
 from elastic_dp.device.gpu import backends_of_mesh, is_gpu
 from elastic_dp.device.nccl_communicator import options_of_mesh
@@ -35,28 +36,28 @@ _SIZES = (1 << 12, 1 << 18, 1 << 24)
 def open_mesh(
     store: dist.Store,
     name: str,
-    secret: bytes,
+    job: WorkerJob,
     number: int,
     scaling: ScalingConfig,
     device: torch.device,
     address: str | None,
-    shares_gpu: bool = False,
 ) -> DeviceMesh:
     """Makes torch's default process group of the processes of a worker, each with its `device`.
-    Returns the mesh of it. `address`: of this node. `shares_gpu`: all processes have the same one.
+    Returns the mesh of it. `address`: of this node.
 
-    They meet in the `store`, and prove to each other that they hold `secret`. No other mesh has the
-    same `name`. The mesh lives as long as the process, and its collectives cannot be aborted.
+    They meet in the `store`, and prove to each other that they hold the secret of the run. No other
+    mesh has the same `name`. The mesh lives as long as the process, and its collectives cannot be
+    aborted.
     Raises ConnectionError if a peer does not hold the secret, and ClusterError if the GPUs cannot
     be connected, or no interface has the address.
     """
-    connects, size = is_gpu(device) and not shares_gpu, scaling.processes_per_worker
+    connects, size = is_gpu(device) and not job.shares_gpu, scaling.processes_per_worker
     several = address is not None and scaling.nodes_per_worker > 1
     try:
         with _on_interface(interface_of(str(address)) if several else "lo"):
             # If a peer dies, this process ends.
             dist.init_process_group(
-                backends_of_mesh(device, shared=shares_gpu),
+                backends_of_mesh(device, shared=job.shares_gpu),
                 store=store,
                 rank=number,
                 world_size=size,
@@ -72,7 +73,7 @@ def open_mesh(
     group = dist.group.WORLD
     assert group is not None
     backend = group._get_backend(torch.device("cpu"))
-    prove(backend, secret, name, rank=number, world_size=size)
+    prove(backend, job.secret, name, rank=number, world_size=size)
     # Not `init_device_mesh`, which would make a second group where torch finds a GPU.
     return DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
 

@@ -20,6 +20,7 @@ from tests.storage.conftest import send
 from tests.storage.proxy import FAULTS, FaultProxy
 from tests.storage.servers import s3_options
 from tests.train.checkpointing import test_worker_checkpointer
+from tests.train.gang.jobs import fully_sharded
 from tests.train.jobs import adamw, average_and_plateau, classifier, loop
 
 SHARDS, ROWS, GROUP_ROWS = 24, 48, 3
@@ -108,6 +109,36 @@ def test_a_store_that_is_gone_pauses_the_run(undisturbed, moto):
         endless = job(data, 3.0, ENDLESS)
         outcome, _ = group(endless, train, script=script)
         assert outcome.digest == undisturbed(outcome.step)
+        assert outcome.workers_lost == 0
+
+
+def sharded(ctx):
+    model = fully_sharded(ctx)
+    loop(ctx, model, adamw(model))
+
+
+def test_all_processes_of_a_worker_wait_for_a_store_that_is_gone(moto):
+    """The first one may wait for another one, which waits for the store."""
+    with FaultProxy(moto) as proxy:
+        data = put(proxy, "is-gone-for-all", twice=False)
+
+        def away(run):
+            def told(words):
+                eventually(
+                    lambda: run.controller.ended.is_set() or any(words in one for one in said(run))
+                )
+
+            proxy.go_away()
+            told("going on until it is back")
+            time.sleep(1.0)  # as long as others try before they wait
+            proxy.come_back()
+            told("is-gone-for-all is back")
+
+        failure = dataclasses.replace(PATIENT, storage_timeout_s=0.5)
+        spec = spec_of(
+            steps=ENDLESS, workers=1, virtual=4, data=data, failure=failure, processes_per_worker=2
+        )
+        outcome, _ = group(spec, sharded, script=[(2, away), (3, StopRequested("enough"))])
         assert outcome.workers_lost == 0
 
 

@@ -15,6 +15,7 @@ from elastic_dp.extensions.gangs.gang_control import (
     LeaderControl,
     Refused,
     Signal,
+    Waiting,
 )
 from tests.patience import PATIENCE_S
 
@@ -27,7 +28,7 @@ def leader(monkeypatch):
     ours, theirs = zip(*(Pipe() for _ in range(2)), strict=True)
     told = queue.SimpleQueue()
     control = LeaderControl()
-    control.lead(ours, told.put, told.put, lambda *fault: told.put(fault))
+    control.lead(ours, told.put, told.put, lambda *fault: told.put(fault), told.put)
     yield control, theirs, told
     monkeypatch.setattr(gang_control.os, "_exit", lambda code: None)
     control.release("the test has ended")
@@ -55,6 +56,12 @@ def test_fault_of_a_device_is_told_before_its_process_ends(leader):
     _, theirs, told = leader
     theirs[1].send(Faulted("device fault", "CUDA error"))
     assert told.get(timeout=PATIENCE_S) == ("device fault", "CUDA error")
+
+
+def test_wait_of_a_process_for_the_store_is_told(leader):
+    _, theirs, told = leader
+    theirs[1].send(Waiting("cannot read"))
+    assert told.get(timeout=PATIENCE_S) == "cannot read"
 
 
 def test_process_at_another_point_is_an_error_that_says_what_to_do(leader):

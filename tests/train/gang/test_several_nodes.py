@@ -249,7 +249,7 @@ def test_values_and_sums_of_the_store_are_those_of_all_processes():
         LeaderControl(),
         [FollowerControl(end, n) for n, end in enumerate(theirs, 1)],
     )
-    leader.lead(ours, *3 * [lambda *_: None])
+    leader.lead(ours, *4 * [lambda *_: None])
     for follower in followers:
         follower.follow(lambda records: None)
     stores = [leader.store, *(follower.store for follower in followers)]
