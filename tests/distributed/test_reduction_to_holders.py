@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from elastic_dp.distributed import gradient_buckets
+from elastic_dp.distributed import abandoned_groups, gradient_buckets
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.piece_assignment import HeldRange
 from elastic_dp.distributed.process_group import ProcessGroup
@@ -99,14 +99,17 @@ def test_each_holder_gets_the_bits_of_the_whole_sum(wire, shares, topology, monk
 def test_next_generation_receives_in_the_same_memory_unless_something_accesses_it(
     is_over, monkeypatch
 ):
-    """Otherwise a worker would need room for both generations at each loss."""
+    """Otherwise a worker would need room for both generations at each loss. Rank 1 needs sums of
+    about that size, which have memory of their own."""
     operation = types.SimpleNamespace(may_access=lambda memory: not is_over)
     monkeypatch.setattr(ProcessGroup, "in_flight", [operation])
+    monkeypatch.setattr(abandoned_groups, "LARGE_BYTES", 0)
     shares = [[(0, 3)], [(3, 6)], [(6, 8)]]
 
     def act(group):
         p = torch.nn.Parameter(torch.zeros(700))
-        exchange = in_pieces([p], {p: [HeldRange(0, 0, 700, (0, 1))]})
+        held = [HeldRange(0, 0, 350, (0, 1)), HeldRange(1, 350, 700, (1, 2))]
+        exchange = in_pieces([p], {p: held})
         gradients = GradientReducer(named([p]), exchange=exchange)
         gradients.open(group, shares, V, True)
         before = exchange.received_memory[torch.float32]

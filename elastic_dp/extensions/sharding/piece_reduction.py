@@ -3,9 +3,9 @@
 With one member or two, all hold everything, and it is an exchange as without sharding.
 
 What is received first of all buckets is in one piece of memory for each dtype. Then it is free
-until the next step, for the updated parameters of all members. What a member needs of the finished
-sums is in another piece. A generation uses the memory of the last one again, unless an operation
-may still access it.
+until the next step, for the updated parameters of all members. A generation uses that of the last
+one again, unless an operation may still access it. What a member needs of the finished sums is in
+another piece, whose size depends on the number of members.
 
 Each primary computes the sums of squares of its units. All members gather them, and everyone folds
 them along the tree of `gradient_norm.py`: the norm has the bits of that of the whole gradient.
@@ -42,11 +42,6 @@ class PieceReduction(GradientExchange):
         self._memory: dict[int, tuple[torch.Tensor, PieceRoute, torch.Tensor]] = {}
         # By dtype: memory that is free from `finish` until the next step begins.
         self.received_memory: dict[torch.dtype, torch.Tensor] = {}
-        self._finished_sums: list[torch.Tensor] = []  # memory for them
-        # Of a small model twice what is needed is reserved, since the next generation may need
-        # more, and touching new memory takes milliseconds in which all wait. What is not touched
-        # costs none.
-        self._is_small = False
         self._own_pieces: list[int] = []  # those of which this rank is the primary
         self._own_units = torch.empty(0)  # their units
         self._held: dict[int, torch.Tensor] = {}
@@ -61,14 +56,11 @@ class PieceReduction(GradientExchange):
     def close(self) -> None:
         if self._plan is not None:
             flying = self._plan.on_host.in_flight  # also of what lies elsewhere
-            kept = [*self.received_memory.values()]
-            if self._is_small:  # or else they are not kept until the next generation
-                kept += self._finished_sums
-            for memory in kept:
+            for memory in self.received_memory.values():
                 self._received_pool.give_back_later(
                     [memory], partial(_is_left_alone, memory, flying)
                 )
-        self._memory, self.received_memory, self._finished_sums = {}, {}, []
+        self._memory, self.received_memory = {}, {}
         super().close()
 
     def _is_withheld(self) -> bool:
@@ -76,8 +68,7 @@ class PieceReduction(GradientExchange):
 
     def _allocate(self) -> None:
         assert self._plan is not None
-        self._buckets, self._memory = [], {}
-        self.received_memory, self._finished_sums = {}, []
+        self._buckets, self._memory, self.received_memory = [], {}, {}
         self._received_pool.collect()
         needed = self._holding.needed()
         if needed is not None:
@@ -91,26 +82,27 @@ class PieceReduction(GradientExchange):
     def _lay_out(self, needed: HeldRanges) -> None:
         plan, buckets = self._plan, self._layout.buckets
         assert plan is not None
-        self._is_small = not plan.on_device and not self.is_large
         routes = [self._route(bucket, needed) for bucket in buckets]
         pieces: dict[int, torch.Tensor] = {}
         for dtype in {bucket.rounding.dtype for bucket in buckets}:
-            alike = [b.number for b in buckets if b.rounding.dtype == dtype]
-            memory, parts = self._take(dtype, {n: sum(routes[n].received) for n in alike})
-            pieces |= parts
-            self._finished_sums.append(memory)
+            alike = [b for b in buckets if b.rounding.dtype == dtype]
+            sizes = {b.number: sum(routes[b.number].received) for b in alike}
+            memory = torch.empty(sum(sizes.values()), dtype=dtype, device=alike[0].device)
+            pieces |= _cut(memory, sizes)
         first: dict[int, torch.Tensor] = {}
         for dtype in {bucket.dtype for bucket in buckets}:
+            alike = [b for b in buckets if b.dtype == dtype]
             # Sums that are rounded lie in that memory, too.
             sizes = {
                 b.number: math.ceil(
                     plan.first_received(b) * b.rounding.dtype.itemsize / dtype.itemsize
                 )
-                for b in buckets
-                if b.dtype == dtype
+                for b in alike
             }
             updated = plan.group.world_size * _most_updated(plan.group.world_size, dtype, needed)
-            memory, parts = self._take(dtype, sizes, at_least=updated)
+            numel = max(sum(sizes.values()), updated)
+            memory = self._received_pool.take(dtype, alike[0].device, numel, 0)
+            parts = _cut(memory, sizes)
             first |= {n: part.view(buckets[n].rounding.dtype) for n, part in parts.items()}
             self.received_memory[dtype] = memory
         self._memory = {n: (first[n], route, pieces[n]) for n, route in enumerate(routes)}
@@ -133,15 +125,6 @@ class PieceReduction(GradientExchange):
             block=rounding.block,
             record=rounding.record,
         )
-
-    def _take(
-        self, dtype: torch.dtype, sizes: Mapping[int, int], at_least: int = 0
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Returns memory, and the parts of it of these sizes, by bucket."""
-        numel, device = sum(sizes.values()), self._layout.buckets[next(iter(sizes))].device
-        needed = max(numel, at_least)
-        memory = self._received_pool.take(dtype, device, needed, needed if self._is_small else 0)
-        return memory, dict(zip(sizes, memory[:numel].split([*sizes.values()]), strict=True))
 
     def _find_own_units(self) -> None:
         assert self._plan is not None
@@ -267,6 +250,12 @@ def _most_updated(world_size: int, dtype: torch.dtype, needed: HeldRanges) -> in
         for one in ranges if p.dtype == dtype else ():
             numel[one.ranks[0]] += one.last - one.first
     return max(numel)
+
+
+def _cut(memory: torch.Tensor, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
+    """Returns the parts of these sizes, by bucket, from the beginning of the memory on."""
+    parts = memory[: sum(sizes.values())].split([*sizes.values()])
+    return dict(zip(sizes, parts, strict=True))
 
 
 def _is_left_alone(memory: torch.Tensor, operations: Iterable[Operation]) -> bool:

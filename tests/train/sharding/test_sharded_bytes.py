@@ -13,7 +13,7 @@ from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.extensions.sharding.piece_reduction import PieceReduction
 from tests.distributed.test_gradient_reducer import _dropped_here, leaves_of, of_each  # noqa: F401
-from tests.train.sharding.test_sharded_state import ADAM, Member, joined
+from tests.train.sharding.test_sharded_state import ADAM, Member
 
 SHAPES = [(300, 200), (1000,), (64, 33)]
 
@@ -92,32 +92,3 @@ def test_step_sends_little_more_than_a_replicated_one(
     norm = 8 * (model // 1024 + len(SHAPES)) * (world_size - 1)
     mean = sum(of_each(world_size, train)) / world_size - norm
     assert mean <= (1 + of_gradients * (1 + 1 / world_size)) * model
-
-
-def test_small_model_receives_behind_a_loss_in_the_memory_that_it_has(monkeypatch):
-    """Each member needs a larger part then, and touching new memory takes time."""
-    monkeypatch.setattr(gradient_units, "UNIT_BYTES", 1024)
-    made = joined(4, lambda: Member(ADAM, SHAPES, torch.float32))
-    exchanges = [PieceReduction(one.sharding, one.parameters.values()) for one in made]
-    members = [
-        (member, GradientReducer(member.parameters, exchange=exchange))
-        for member, exchange in zip(made, exchanges, strict=True)
-    ]
-
-    def places(group):
-        torch.set_num_threads(1)
-        member, gradients = members[group.rank]
-        member.sharding.open(group, group.world_size, ())
-        shares = [[(rank, rank + 1)] for rank in range(3)]
-        shares.append([(3, 4)]) if group.world_size == 4 else shares[2].append((3, 4))
-        gradients.open(group, shares, 4, True)
-        exchange = gradients.exchange
-        (bucket,) = exchange._buckets
-        memory = bucket._total, exchange.received_memory[torch.float32]
-        gradients.close()
-        member.sharding.close()
-        return len(memory[0]), [x.data_ptr() for x in memory]
-
-    before, after = of_each(4, places)[:3], of_each(3, places)
-    assert sum(numel for numel, _ in after) > sum(numel for numel, _ in before)
-    assert [where for _, where in after] == [where for _, where in before]
