@@ -63,7 +63,8 @@ def open_rows(files: SourceFiles, columns: Sequence[str] | None = None) -> Rows:
         "images": lambda: _images(files),
     }
     if files.kind not in openers:
-        _, instead = REMOVED_FORMATS.get(f".{files.kind}", ("", "nothing: training reads them"))
+        of_tar = "them without compression, which training reads as they are"
+        _, instead = REMOVED_FORMATS.get(f".{files.kind}", ("", of_tar))
         raise DataError(
             f"{files.url!r} holds {files.kind} files, which convert does not read; write "
             f"{instead.format(url=files.url)}"

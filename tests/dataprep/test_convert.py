@@ -104,6 +104,7 @@ FOLDERS = {
     "Arrow files and streams": ({"a.arrow": arrow(x=[1]), "b.arrow": arrow(pa.ipc.new_stream, x=[2])}, {"x": [1, 2]}),
     "lines of text": ({"a.txt": "x\n\ny\r\nz"}, {"text": ["x", "", "y", "z"]}),
     "CSV": ({"a.csv": "x\n1\n"}, r"holds csv files, which convert does not read; write MapStyleData.*write_shards\("),
+    "tar": ({"a.tgz": "x"}, "does not read; write them without compression, which training reads"),
     "MDS": ({"a.mds": "x"}, r"does not read; write MapStyleData\(streaming"),
     "images": ({"dog/1.png": b"1", "cat/a/2.JPG": b"2"}, {"image": [b"2", b"1"], "label": [0, 1], "path": ["cat/a/2.JPG", "dog/1.png"]}),
     "images without a class": ({"1.png": b"1"}, "1.png is not in a subfolder"),
