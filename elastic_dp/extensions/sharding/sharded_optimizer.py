@@ -122,7 +122,6 @@ class ShardedOptimizer(OptimizerHolders):
         self._kept_gather: tuple[list[bool], ParameterGather] | None = None  # see `_gather_of`
         self._gather: ParameterGather | None = None  # of this step
         self.absorb()
-        optimizer.register_state_dict_pre_hook(refuse_state_dict)
 
     # ------------------------------------------------------------------------- a generation
 
@@ -210,7 +209,6 @@ class ShardedOptimizer(OptimizerHolders):
             )
         self._prepared = self._gather = None
         if self._copies is not None:
-            self.take_copies()
             self._copies.begin()
 
     def take_copies(self) -> None:
@@ -542,27 +540,19 @@ def slots_in(encoded: Any) -> Iterator[int]:
 
 class DividedState(defaultdict[Any, Any]):
     """An empty `optimizer.state`. Code that looks for state there, to change or to keep it, would
-    find none and go on, so that is a LoopError. This package itself uses `get`, `pop`, `update` and
-    the methods of `dict`."""
+    find none and go on, so that is a LoopError, also for `optimizer.state_dict()`. This package
+    itself uses `get`, `pop`, `update` and the methods of `dict`."""
 
     def __init__(self) -> None:
         super().__init__(dict)
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise _not_here("optimizer.state was read")
+        raise LoopError(
+            "optimizer.state was read, by optimizer.state_dict() or otherwise, which has nothing: "
+            'with sharding="optimizer" each worker holds a part of it. Checkpoints have all of it '
+            "(ctx.checkpoint(), Result.load_state, elastic-dp checkpoints export), or leave "
+            "sharding out"
+        )
 
     __iter__: Callable[..., Any] = _refuse
     __missing__ = keys = values = items = clear = _refuse
-
-
-def refuse_state_dict(_: torch.optim.Optimizer) -> NoReturn:
-    """Refuses `optimizer.state_dict()`, as its pre-hook."""
-    raise _not_here("optimizer.state_dict() was called")
-
-
-def _not_here(what: str) -> LoopError:
-    return LoopError(
-        f'{what}, which has no state: with sharding="optimizer" each worker holds a part of it. '
-        "Checkpoints have all of it (ctx.checkpoint(), Result.load_state, "
-        "elastic-dp checkpoints export), or leave sharding out"
-    )
