@@ -10,14 +10,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data
 from elastic_dp.data.discovery.index import read_index
+from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.errors import DataError
 from elastic_dp.storage.obstore_backend import memory_store
 from tests.data import values
-from tests.data.test_index import config, opened
+from tests.patience import PATIENCE_S
 
 V = 8  # virtual workers
+ROWS = (70, 45, 1)  # of `three_shards`
+
+
+def config(url, **changes):
+    url = str(url) if isinstance(url, Path) else url
+    return DataConfig(url, **({"micro_batch_size": 8} | changes))
+
+
+def opened(wanted, index=None):
+    return RowGroups(wanted, index or read_index(wanted), timeout_s=PATIENCE_S)
 
 
 def refused(wanted, words):
@@ -36,8 +48,6 @@ def batches_of(config, workers, virtual_workers=V, epoch=0):
         for v in range(virtual_workers):
             if data[v % workers].rows(step, v):
                 yield step, data[v % workers].batch(step, v)
-    for one in data:
-        one.close()
 
 
 def rows_of(folder, **changes):
@@ -72,11 +82,12 @@ def nested(first, rows):
             "same": pa.array([[i, i + 1] for i in plain], pa.list_(pa.int32())),
             "grid": pa.array([[[i, 1], [2, i]] for i in plain], pa.list_(pa.list_(pa.int32()))),
             "ragged": pa.array([list(range(i % 4)) for i in plain], pa.list_(pa.int32())),
-            "text": pa.array([f"row {i}" if i % 5 else None for i in plain]),
+            "text": pa.array([f"row {i}" if i % 5 else None for i in plain], pa.string()),
             "raw": pa.array([bytes([i % 256]) * (i % 3) for i in plain], pa.binary()),
             "fixed": pa.array([bytes([i % 256, 1, 2]) for i in plain], pa.binary(3)),
             "kind": pa.array(["cat" if i % 3 else "dog" for i in plain]).dictionary_encode(),
             "at": pa.array([{"x": i, "deep": {"y": i / 2}} for i in plain]),
+            "weight": pa.array(ids / 7, pa.float32()),
         }
     )
 
@@ -95,6 +106,17 @@ def write_arrow(path, content, stream=False, chunk=16, **options):
     options = pa.ipc.IpcWriteOptions(unify_dictionaries=not stream, **options)
     with pa.OSFile(str(path), "wb") as file, make(file, content.schema, options=options) as writer:
         writer.write_table(content, max_chunksize=chunk)
+
+
+def three_shards(folder, table):
+    """Shards in row groups of 16 rows, beside files that are none."""
+    first = 0
+    for number, rows in enumerate(ROWS):
+        pq.write_table(table(first, rows), folder / f"part-{number}.parquet", row_group_size=16)
+        first += rows
+    for name in ("README.txt", ".part-9.parquet", "_temporary.parquet"):
+        (folder / name).write_text("not a shard")
+    return folder
 
 
 def parquet(path, content, **options):

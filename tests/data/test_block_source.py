@@ -68,13 +68,11 @@ def test_filter_and_packing_are_those_of_shards():
     packed = config(pack=8, columns=["tokens"], micro_batch_size=1, shuffle="none")
     data = open_data(packed, virtual_workers=1)
     assert data.batch(1, 0)["tokens"].tolist() == [[0, 1, 1, 2, 2, 2, 3, 4]]
-    data.close()
 
 
 def test_identity_and_rows_are_what_a_run_remembers():
     def fingerprint(source):
         data = open_data(config(pickle.loads(pickle.dumps(source))), virtual_workers=2)
-        data.close()
         return data.fingerprint
 
     assert fingerprint(Numbers()) == fingerprint(Numbers())
@@ -94,7 +92,6 @@ def test_a_block_that_cannot_be_read_fails_or_is_skipped_and_named():
             made = [data.batch(number) for number in range(data.num_batches)]
             found = [i for batch in made if batch is not None for i in batch["id"].tolist()]
             assert found == [*range(7), *range(18, 48)]
-        data.close()
 
 
 @pytest.mark.parametrize(
@@ -115,7 +112,6 @@ def test_a_source_that_breaks_its_word_is_named(make, words, monkeypatch):
     data = open_evaluation(config())
     with pytest.raises((DataError, BadShard), match=words):
         data.batch(0)
-    data.close()
 
 
 @pytest.mark.parametrize(

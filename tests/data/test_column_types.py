@@ -21,8 +21,7 @@ from deltalake import DeltaTable, write_deltalake
 from elastic_dp.data import read_index
 from elastic_dp.data.columns.column_types import plain
 from elastic_dp.errors import DataError
-from tests.data.shards import add, in_memory, refused, rows_of, write_arrow
-from tests.data.test_index import config, opened
+from tests.data.shards import add, config, in_memory, opened, refused, rows_of, write_arrow
 
 WORDS = ["a", "bb", "more than the twelve bytes of a view", "é"]
 TAGS = [["x"], ["y", "x", None], [], ["z"]]
@@ -306,8 +305,7 @@ if who == "imports":
             return cls()
     pa.register_extension_type(Point())
 from elastic_dp.data import read_index
-from tests.data.shards import rows_of
-from tests.data.test_index import config
+from tests.data.shards import config, rows_of
 for form in ("parquet", "arrow"):
     for columns in (None, ["m"], ["p.s"]):
         index = read_index(config(f"{url}/a.{form}", columns=columns))

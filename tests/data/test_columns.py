@@ -7,8 +7,7 @@ import pyarrow as pa
 import pytest
 
 from elastic_dp.data.columns.arrow_arrays import decode_column
-from tests.data.shards import BINARY, expected, in_memory, nested, refused, rows_of
-from tests.data.test_index import config
+from tests.data.shards import BINARY, config, expected, in_memory, nested, refused, rows_of
 
 
 def decoded(values, kind=None):

@@ -24,8 +24,7 @@ from elastic_dp.dataprep import convert
 from elastic_dp.errors import BadShard, DataError
 from elastic_dp.storage import ObjectRewritten, Store
 from tests.data import thrift
-from tests.data.shards import add, refused, rows_of, write_arrow
-from tests.data.test_index import config, opened
+from tests.data.shards import add, config, opened, refused, rows_of, write_arrow
 from tests.data.values import in_place
 
 

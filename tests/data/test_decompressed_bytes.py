@@ -7,8 +7,7 @@ from elastic_dp.config import DataConfig
 from elastic_dp.data.formats import arrow_messages
 from elastic_dp.dataprep import convert
 from elastic_dp.errors import BadShard, DataError
-from tests.data.shards import refused, write_arrow
-from tests.data.test_index import config, opened
+from tests.data.shards import config, opened, refused, write_arrow
 from tests.data.values import in_place
 
 LIMIT_BYTES = 1 << 20

@@ -51,7 +51,6 @@ def test_images_are_the_pixels_that_were_written_for_one_worker_and_for_three(tm
             assert image.dtype == torch.uint8 and np.array_equal(image, pixels(i))
     data = open_evaluation(config)
     assert np.array_equal(data.batch(0)["image"], [pixels(0), pixels(1)])
-    data.close()
 
 
 @pytest.mark.parametrize("kind", [("PNG", np.uint16), ("TIFF", np.int32), ("TIFF", np.float32)])
@@ -61,7 +60,6 @@ def test_images_of_more_than_8_bits_are_refused_and_not_made_white(kind, tmp_pat
     data = open_data(images(tmp_path, [deep] * 8), virtual_workers=1)
     with pytest.raises((DataError, UserCodeError), match=r"'image' has pixels of .* mode '[IF]"):
         data.batch(1, 0)
-    data.close()
 
 
 def test_gray_images_become_rgb_and_sizes_that_differ_reach_the_transform(tmp_path):
@@ -74,12 +72,10 @@ def test_gray_images_become_rgb_and_sizes_that_differ_reach_the_transform(tmp_pa
     config = images(tmp_path, contents, shuffle="none", transform=crop)
     data = open_data(config, virtual_workers=1)
     batch = data.batch(1, 0)
-    data.close()
     assert np.array_equal(batch["image"][0], np.repeat(pixels(0)[:3, :, :1], 3, axis=2))
     data = open_data(dataclasses.replace(config, transform=None), virtual_workers=1)
     with pytest.raises(DataError, match=r"images of different sizes \(5 x 7, …\)"):
         data.batch(1, 0)
-    data.close()
 
 
 @pytest.mark.parametrize(
@@ -91,7 +87,6 @@ def test_image_that_cannot_be_decoded_is_named_by_its_row(bad, message, tmp_path
     data = open_data(config, virtual_workers=1)
     with pytest.raises(UserCodeError, match=rf"DataConfig\.decode .*{message}.*rows 0, 1 of a\."):
         data.batch(1, 0)
-    data.close()
 
 
 @pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -119,7 +114,6 @@ def test_skip_leaves_out_and_reports_the_row_of_an_image_that_cannot_be_decoded(
     with pytest.raises(DataError, match=r"3 of the 24 rows of the data set, 0\.12 of them, cannot"):
         data.check_bad(bad)
     data.check_bad(sorted(bad)[:2])
-    data.close()
 
 
 def test_columns_that_hold_no_images_are_refused_when_data_is_opened(tmp_path):

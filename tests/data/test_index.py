@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data
 from elastic_dp.data.columns.schema import Columns
 from elastic_dp.data.discovery.index import Builder, read_index
@@ -22,14 +21,13 @@ from elastic_dp.data.discovery.index_difference import difference
 from elastic_dp.data.discovery.listing import list_files
 from elastic_dp.data.discovery.shard_index import Index, path_of, prefix_of
 from elastic_dp.data.formats.file_format import Scan
-from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.errors import DataError
 from elastic_dp.storage import Entry, Store
 from elastic_dp.storage.obstore_backend import memory_store
 from tests.data.row_groups import resident_bytes
+from tests.data.shards import ROWS, config, opened, refused, three_shards
 from tests.patience import PATIENCE_S
 
-ROWS = (70, 45, 1)
 # Of this program; ru_maxrss would start with that of the process which started it.
 PEAK = """
 def peak_kib():
@@ -41,15 +39,6 @@ def peak_kib():
 def table(first, rows):
     ids = np.arange(first, first + rows)
     return pa.table({"id": pa.array(ids), "half": pa.array(ids / 2, pa.float32())})
-
-
-def config(url, **changes):
-    url = str(url) if isinstance(url, Path) else url
-    return DataConfig(url, **({"micro_batch_size": 8} | changes))
-
-
-def opened(wanted, index=None):
-    return RowGroups(wanted, index or read_index(wanted), timeout_s=PATIENCE_S)
 
 
 def printed_by(script, *arguments):
@@ -66,14 +55,7 @@ def printed_by(script, *arguments):
 
 @pytest.fixture
 def folder(tmp_path):
-    first = 0
-    for number, rows in enumerate(ROWS):
-        pq.write_table(table(first, rows), tmp_path / f"part-{number}.parquet", row_group_size=16)
-        first += rows
-    (tmp_path / "README.txt").write_text("not a shard")
-    (tmp_path / ".part-9.parquet").write_text("not a shard either")
-    (tmp_path / "_temporary.parquet").write_text("nor this")
-    return tmp_path
+    return three_shards(tmp_path, table)
 
 
 def test_index_says_shards_row_groups_and_rows(folder):
@@ -271,8 +253,7 @@ def nine_rows(path):
 def test_a_conversion_that_has_not_finished_is_no_data_set(url):
     marked("half/set")
     nine_rows("other/a.parquet")
-    with pytest.raises(DataError, match=r"memory://half/.* is not complete.*remove the folder"):
-        read_index(config(url))
+    refused(config(url), r"memory://half/.* is not complete.*remove the folder")
 
 
 def test_a_conversion_elsewhere_is_nobodys_concern():
@@ -281,8 +262,7 @@ def test_a_conversion_elsewhere_is_nobodys_concern():
     for url in ("memory://whole", "memory://whole/*", "memory://w*/*.parquet"):
         assert read_index(config(url)).num_rows == 9
     obstore.delete(memory_store(), "whole/half/a.parquet")
-    with pytest.raises(DataError, match="is not complete"):  # before the first shard, too
-        read_index(config("memory://whole/half"))
+    refused(config("memory://whole/half"), "is not complete")  # before the first shard, too
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
@@ -432,5 +412,4 @@ def test_order_of_rows_does_not_depend_on_estimates_of_decoded_bytes(tmp_path, m
         data = open_data(wanted, virtual_workers=2)
         assert data.index.nbytes[0] == nbytes
         fingerprints.add(data.fingerprint)
-        data.close()
     assert len(fingerprints) == 1

@@ -9,8 +9,7 @@ import elastic_dp as edp
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.formats.tar import Tar
-from tests.data.shards import write_tar
-from tests.data.test_index import config
+from tests.data.shards import config, write_tar
 
 
 def test_an_index_of_an_earlier_start_is_used_while_nothing_has_changed(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Map-style datasets: the same order arithmetic, the user's own items."""
 
-import contextlib
 import importlib
 import random
 import re
@@ -76,7 +75,6 @@ def test_processes_give_the_same_bits_as_the_callers_thread(tmp_path, monkeypatc
                 assert {n: t.tolist() for n, t in batch.items()} == {
                     n: t.tolist() for n, t in expected.items()
                 }
-    there.close()
 
 
 def test_evaluation_in_order_with_a_short_last_batch():
@@ -133,7 +131,6 @@ def test_tensors_begin_where_torchs_own_memory_does(workers):
         for tensor in (batch["x"], batch["both"][0], batch["both"][1][0]):
             assert tensor.data_ptr() % ALIGNED_TO == 0
             assert tensor[0, 0] == 9 * (step - 1)
-    data.close()
     if not workers:
         assert open_evaluation(config).batch(1)["x"].data_ptr() % ALIGNED_TO == 0
 
@@ -171,11 +168,11 @@ def broken(index):
 )
 def test_a_row_that_cannot_be_read_or_stacked_is_named(row, said, workers):
     config = MapStyleData(Rows(row), micro_batch_size=4, shuffle=False, workers=workers)
-    with contextlib.closing(open_data(config, virtual_workers=1)) as data:
-        with pytest.raises((RuntimeError, ValueError, UserCodeError)) as error:
-            data.batch(4, 0)
-        notes = " ".join(getattr(error.value, "__notes__", ()))
-        assert re.search(said, f"{error.value} {notes}")
+    data = open_data(config, virtual_workers=1)
+    with pytest.raises((RuntimeError, ValueError, UserCodeError)) as error:
+        data.batch(4, 0)
+    notes = " ".join(getattr(error.value, "__notes__", ()))
+    assert re.search(said, f"{error.value} {notes}")
 
 
 def flipped(index):

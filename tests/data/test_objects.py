@@ -14,12 +14,10 @@ from pyarrow import feather
 
 from elastic_dp.data import open_data, open_evaluation
 from elastic_dp.data.columns.arrow_arrays import decode_column
-from elastic_dp.data.discovery.index import read_index
 from elastic_dp.data.pipeline.collation import nbytes_of
 from elastic_dp.errors import DataError
-from tests.data.shards import BINARY, in_memory
+from tests.data.shards import BINARY, config, in_memory, opened, refused
 from tests.data.test_batch_assembler import gathered
-from tests.data.test_index import config, opened
 
 ROWS = 37
 AT = datetime(2026, 1, 2, 3, 4, 5, 6000, UTC)
@@ -102,7 +100,6 @@ def collect(batch):
 def read(url, **changes):
     data = open_evaluation(config(url, micro_batch_size=5, collate_fn=collect, **changes))
     batches = [data.batch(number) for number in range(data.num_batches)]
-    data.close()
     return {name: [row for batch in batches for row in batch[name]] for name in batches[0]}
 
 
@@ -143,7 +140,6 @@ def test_times_are_int64_of_the_unit_stored(kind, tmp_path):
     BINARY[kind](tmp_path / "a", TABLE)
     data = open_evaluation(config(tmp_path, micro_batch_size=ROWS, columns=[*TIMES]))
     batch = data.batch(0)
-    data.close()
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
     for name, (column, per_second) in TIMES.items():
         if kind == "parquet" and name == "date64":  # which Parquet stores as days
@@ -168,7 +164,6 @@ def test_ragged_lists_of_lists_are_lists_of_arrays(kind, tmp_path):
     data = open_evaluation(config(tmp_path, micro_batch_size=5, columns=["deep"]))
     with pytest.raises(DataError, match=r"'deep' holds lists of different lengths .*collate_fn"):
         data.batch(0)
-    data.close()
 
 
 def test_a_row_of_lists_is_the_same_beside_ragged_ones_and_beside_none():
@@ -190,7 +185,6 @@ def test_objects_without_user_code_are_lists_as_text_is(tmp_path):
         virtual_workers=1,
     )
     batch = data.batch(1, 0)
-    data.close()
     assert batch["chat"] == plain(OBJECTS["chat"].to_pylist()[:3])
     assert batch["us"].dtype == torch.int64
 
@@ -231,8 +225,6 @@ def test_objects_are_the_same_for_any_number_of_workers(workers, options, tmp_pa
                 here.pop("noise", None), again.pop("noise", None)
                 assert repr(here) == repr(again)
                 seen.update(here["price"])
-    one.close()
-    three.close()
     assert seen == Counter(OBJECTS["price"].to_pylist() * 2)
 
 
@@ -259,5 +251,4 @@ def test_objects_made_ahead_count_towards_memory(tmp_path):
 )
 def test_column_without_a_tensor_or_objects_is_refused_at_open(column, said, tmp_path):
     BINARY["arrow file"](tmp_path / "a", pa.table({"x": column}))
-    with pytest.raises(DataError, match=said):
-        read_index(config(tmp_path))
+    refused(config(tmp_path), said)

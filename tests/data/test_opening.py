@@ -15,41 +15,14 @@ from elastic_dp.data import open_data
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.errors import DataError
-from tests.data.shards import write_arrow
-
-ROWS = (70, 45, 1)
-
-
-def table(first, rows):
-    ids = np.arange(first, first + rows)
-    pixels = (ids[:, None, None] * 100 + np.arange(6).reshape(2, 3)).astype(np.int16)
-    image = pa.FixedSizeListArray.from_arrays(pixels.reshape(-1), 3)
-    return pa.table(
-        {
-            "id": pa.array(ids, pa.int64()),
-            "weight": pa.array(ids / 7, pa.float32()),
-            "even": pa.array(ids % 2 == 0),
-            "image": pa.FixedSizeListArray.from_arrays(image, 2),
-            "same": pa.array([[i, i + 1] for i in ids.tolist()], pa.list_(pa.int32())),
-            "ragged": pa.array([list(range(i % 4)) for i in ids.tolist()], pa.list_(pa.int32())),
-            "text": pa.array([f"row {i}" if i % 5 else None for i in ids.tolist()], pa.string()),
-            "raw": pa.array([bytes([i % 256]) for i in ids.tolist()], pa.binary()),
-        }
-    )
-
+from tests.data.shards import ROWS, nested, three_shards, write_arrow
 
 REGULAR = ("id", "weight", "even", "image", "same", "text", "raw")
 
 
 @pytest.fixture
 def folder(tmp_path):
-    first = 0
-    for number, rows in enumerate(ROWS):
-        pq.write_table(table(first, rows), tmp_path / f"part-{number}.parquet", row_group_size=16)
-        first += rows
-    (tmp_path / "README.txt").write_text("not a shard")
-    (tmp_path / "._part-9.parquet").write_text("not a shard either")
-    return tmp_path
+    return three_shards(tmp_path, nested)
 
 
 def config(folder, **changes):
@@ -85,7 +58,6 @@ def test_rows_are_what_pyarrow_reads(folder):
         "image": (torch.int16, (2, 3)),
         "same": (torch.int32, (2,)),
     }
-    data.close()
 
 
 def test_a_worker_needs_only_the_index(folder, monkeypatch):
@@ -97,8 +69,6 @@ def test_a_worker_needs_only_the_index(folder, monkeypatch):
     worker = open_data(config(folder), virtual_workers=2, index=shipped)
     assert worker.fingerprint == driver.fingerprint
     assert torch.equal(worker.batch(3, 1)["id"], driver.batch(3, 1)["id"])
-    worker.close()
-    driver.close()
 
 
 def test_fingerprint_is_of_the_content_and_the_order(folder, tmp_path_factory):
@@ -108,7 +78,6 @@ def test_fingerprint_is_of_the_content_and_the_order(folder, tmp_path_factory):
 
     def fingerprint(where=folder, virtual_workers=2, **changes):
         data = open_data(config(where, **changes), virtual_workers=virtual_workers)
-        data.close()
         return data.fingerprint
 
     assert fingerprint() == fingerprint(copy) == fingerprint(f"{copy}/*.parquet")
@@ -131,11 +100,10 @@ def test_describe_names_rows_of_shards(folder):
         data.describe(5, 0)
         == "rows 64, 65, 66, 67, 68, 69 of part-0.parquet; rows 0, 1 of part-1.parquet"
     )
-    data.close()
 
 
 def test_data_of_too_few_rows_is_refused(tmp_path):
-    pq.write_table(table(0, 15), tmp_path / "a.parquet")
+    pq.write_table(nested(0, 15), tmp_path / "a.parquet")
     said = (
         r"15 rows, fewer than one global batch of 16 \(micro_batch_size 8 × 2 micro-batches, one "
     )

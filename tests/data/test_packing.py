@@ -20,6 +20,7 @@ from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.formats.parquet import Parquet
 from elastic_dp.errors import BadShard, DataError, SpecError
 from tests.data.shards import batches_of, damage, refused, write_arrow
+from tests.data.test_rows_in_rows_out import rows_of
 from tests.runs import group, spec_of
 
 V, B, LENGTH, DOCUMENTS = 4, 2, 16, 60
@@ -66,11 +67,6 @@ def packed(folder, kind="parquet", **changes):
     return DataConfig(str(folder), **options | changes)
 
 
-def rows_of(batch):
-    columns = {name: tensor.tolist() for name, tensor in batch.items()}
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
 def epoch_of(config, workers, epoch=0):
     return [row for _, batch in batches_of(config, workers, V, epoch) for row in rows_of(batch)]
 
@@ -113,14 +109,12 @@ def test_row_group_that_stays_in_memory_gives_each_epoch_its_own_order(tmp_path)
     steps = data.steps_per_epoch
     data.read_ahead(1, range(1))
     found = [rows_of(data.batch(step, 0)) for step in range(1, 1 + 4 * steps)]
-    data.close()
     for epoch in range(4):
         rows = [row for step in found[epoch * steps : (epoch + 1) * steps] for row in step]
         check(rows, range(6))
         alone = open_data(config, virtual_workers=1)  # first of all this epoch
         each = (alone.batch(1 + epoch * steps + step, 0) for step in range(steps))
         assert rows == [row for batch in each for row in rows_of(batch)]
-        alone.close()
     assert found[:steps] != found[steps : 2 * steps]
 
 
@@ -138,7 +132,6 @@ def test_pack_columns_leave_out_what_is_not_wanted_and_change_nothing_else(shuff
     for each in (config, dataclasses.replace(config, pack_columns=made)):
         data = open_evaluation(each)
         evaluations.append(rows_of(data.batch(data.num_batches - 1)))
-        data.close()
     assert evaluations[1] == [{name: row[name] for name in wanted} for row in evaluations[0]]
 
 
@@ -173,8 +166,6 @@ def test_evaluation_packs_every_token_once_in_file_order(tmp_path):
         rows = [
             row for n in range(data[0].num_batches) for row in rows_of(data[n % workers].batch(n))
         ]
-        for one in data:
-            one.close()
         found.append(rows)
     assert found[0] == found[1]
     check(found[0])
@@ -239,7 +230,6 @@ def test_packed_rows_resumed_within_an_epoch_on_another_number_of_workers_come_o
     config = packed(tmp_path / "in")
     data = open_data(config, virtual_workers=V)
     steps, tried = data.steps_per_epoch, {str(row) for row in rows_of(data.batch(1, 0))}
-    data.close()
 
     def trained(workers, last, folder):
         log = folder / f"workers-{workers}"
@@ -278,12 +268,10 @@ def test_columns_that_cannot_be_packed_are_refused_by_name(tmp_path):
     refused(own, r"makes the column 'position_ids', and the data set has")
     data = open_data(dataclasses.replace(own, pack_columns=["document_ids"]), virtual_workers=1)
     (row,) = rows_of(data.batch(1, 0))
-    data.close()
     assert row["position_ids"] == row["input_ids"] and "document_ids" in row
     data = open_data(write(tmp_path, input_ids=lists, labels=[[1, 2], lists[1]]), virtual_workers=1)
     with pytest.raises(DataError, match=r"row 0 of a\.parquet has 3 values .* and 2 in 'labels'"):
         data.batch(1, 0)
-    data.close()
     config = dataclasses.replace(write(tmp_path, input_ids=lists), pack=8)
     with pytest.raises(DataError, match=r"7 tokens together, too few"):
         open_data(config, virtual_workers=1)

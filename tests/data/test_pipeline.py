@@ -151,7 +151,6 @@ def opened(groups, transform=None):
 def take_all(data):
     for step in range(1, data.steps_per_epoch + 1):
         assert data.batch(step, 0)["id"][0] == ROWS * (step - 1)
-    data.close()
 
 
 @pytest.mark.parametrize("fit", [80, 5])
@@ -257,7 +256,6 @@ def test_row_groups_that_came_before_a_store_error_are_there_next_time():
     with pytest.raises(StorageError, match="403"):
         data.batch(3, 0)
     assert data.batch(3, 0)["id"].tolist() == [*range(2 * ROWS, 3 * ROWS)]
-    data.close()
 
 
 def test_closing_wakes_who_waits_and_ends_all_threads():

@@ -16,8 +16,7 @@ from elastic_dp.data.formats.file_format import RowGroupLocation, ShardAt
 from elastic_dp.data.formats.parquet import Parquet
 from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.storage import Store
-from tests.data.shards import in_memory, nested, parquet, write_arrow
-from tests.data.test_index import config, opened
+from tests.data.shards import config, in_memory, nested, opened, parquet, write_arrow
 
 
 @pytest.mark.parametrize("kept", [0, 1 << 20])

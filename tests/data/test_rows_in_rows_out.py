@@ -98,8 +98,6 @@ def evaluated(config, workers):
     found = []
     for number in range(data[0].num_batches):
         found += rows_of(data[number % workers].batch(number))
-    for one in data:
-        one.close()
     return found
 
 

@@ -1,5 +1,6 @@
 """Micro-batches are the same whatever was planned, taken and read before, by whatever threads."""
 
+import itertools
 import os
 import random
 import signal
@@ -44,6 +45,10 @@ def opened(groups=None, order=None, **changes):
     groups = groups or FakeRowGroups(SIZES)
     shape = {"shuffle": config.shuffle, "tail": config.tail}
     return stream_of(config, groups, order or order_of(groups.rows, **shape))
+
+
+def of_an_epoch(data):
+    return itertools.product(range(1, data.steps_per_epoch + 1), range(V))
 
 
 def expected(order, groups, step, v):
@@ -102,15 +107,13 @@ def test_file_order_hands_out_rows_as_they_were_decoded(size):
     data = opened(groups, shuffle="none", epochs=1, tail="short")
     data.read_ahead(1, range(V))
     as_decoded = count = 0
-    for step in range(1, data.steps_per_epoch + 1):
-        for v in range(V):
-            if not data.rows(step, v):
-                continue
-            batch = data.batch(step, v)
-            as_decoded += any(batch["tokens"].data_ptr() in memory for memory in groups.memory)
-            count += 1
-            check(batch, expected(data._order, groups, step, v))
-    data.close()
+    for step, v in of_an_epoch(data):
+        if not data.rows(step, v):
+            continue
+        batch = data.batch(step, v)
+        as_decoded += any(batch["tokens"].data_ptr() in memory for memory in groups.memory)
+        count += 1
+        check(batch, expected(data._order, groups, step, v))
     assert as_decoded > 0.85 * count
 
 
@@ -123,7 +126,6 @@ def test_few_rows_of_a_row_group_do_not_keep_it():
         tokens = data.batch(step, 1)["tokens"]
         assert groups.memory
         assert not any(tokens.data_ptr() in memory for memory in groups.memory)
-    data.close()
 
 
 def test_several_epochs_in_one_chunk_share_no_memory():
@@ -133,7 +135,6 @@ def test_several_epochs_in_one_chunk_share_no_memory():
     for step in range(1, 21):
         for v in range(V):
             check(data.batch(step, v), expected(data._order, groups, step, v))
-    data.close()
 
 
 def test_memory_of_rows_handed_out_as_decoded_is_within_the_budget():
@@ -143,10 +144,8 @@ def test_memory_of_rows_handed_out_as_decoded_is_within_the_budget():
     data = opened(groups, shuffle="none", epochs=1, memory_bytes=memory)
     data.read_ahead(1, range(V))
     eventually(lambda: len(groups.reads) >= 20)  # while the loop takes nothing
-    for step in range(1, data.steps_per_epoch + 1):
-        for v in range(V):
-            data.batch(step, v)
-    data.close()
+    for step, v in of_an_epoch(data):
+        data.batch(step, v)
     assert 10 * int(groups.nbytes[0]) < groups.peak_bytes <= memory
 
 
@@ -186,8 +185,6 @@ def test_a_moved_virtual_worker_reads_one_row_group_of_each_of_its_streams_again
     done = {g for step in range(1, last + 1) for g in order.locate(step, 2)[0].tolist()}
     assert 0 < len(done & set(came.reads)) <= order.streams // V
     assert len(came.reads) == len(set(came.reads))
-    old.close()
-    new.close()
 
 
 def test_changed_share_locates_no_row_that_stays_again():
@@ -204,7 +201,6 @@ def test_changed_share_locates_no_row_that_stays_again():
     eventually(lambda: located)
     assert all(step >= planned_to for step in located)
     check(data.batch(1, 2), expected(data._order, data._row_groups, 1, 2))
-    data.close()
 
 
 @pytest.mark.parametrize(
@@ -218,12 +214,10 @@ def test_a_budget_of_exactly_what_is_open(shuffle, at_once, reads):
     check_memory(groups, order, floor)
     data = opened(groups, order, shuffle=shuffle, memory_bytes=floor)
     data.read_ahead(1, range(V))
-    for step in range(1, data.steps_per_epoch + 1):
-        for v in range(V):
-            check(data.batch(step, v), expected(order, groups, step, v))
+    for step, v in of_an_epoch(data):
+        check(data.batch(step, v), expected(order, groups, step, v))
     assert groups.peak_bytes <= floor
     assert len(groups.reads) <= reads * 40
-    data.close()
 
 
 def test_the_budget_is_what_the_process_grows_by():
@@ -256,9 +250,8 @@ def growth():
         ),
     )
     data.read_ahead(1, range(V))
-    for step in range(1, data.steps_per_epoch + 1):
-        for v in range(V):
-            data.batch(step, v)
+    for step, v in of_an_epoch(data):
+        data.batch(step, v)
     data.close()
     assert len(groups.reads) >= 48
     return max(sizes) - sizes[0]
@@ -292,7 +285,6 @@ def test_micro_batches_are_made_ahead_and_not_without_end(transform, together):
     eventually(lambda: num_made(data) >= left)
     assert (planner.waiting, num_made(data)) == (4, left)
     assert planner.waiting_bytes == 4 * together * B * row_bytes
-    data.close()
 
 
 def draw_globally(batch):
@@ -341,12 +333,11 @@ def test_a_transform_with_rng_runs_ahead_and_is_a_function_of_the_place():
     for step, v in ((1, 1), (2, 1), (2, 1), (1, 0)):
         noise = generator_for(3, step, v).normal(size=B)
         assert torch.equal(data.batch(step, v)["noise"], torch.from_numpy(noise))
-    data.close()
 
 
 def test_transform_takes_a_batch_or_is_refused():
     for transform in (lambda batch: batch, lambda batch, scale=2: batch, dict):
-        opened(transform=transform).close()
+        opened(transform=transform)
     with pytest.raises(SpecError, match=r"DataConfig.transform takes \(a, b, c\)"):
         opened(transform=lambda a, b, c: a)
 
@@ -377,7 +368,6 @@ def test_user_code_that_raises_is_said_with_its_place_and_only_there(transform, 
     ):
         assert words in said
     check(data.batch(2, 0), list(range(32, 40)))
-    data.close()
 
 
 def dies(batch):
@@ -391,7 +381,6 @@ def test_a_process_that_is_killed_is_named():
         ClusterError, match=r"data process 1 of 1 \(pid \d+\) was killed by SIGKILL"
     ):
         data.batch(1, 0)
-    data.close()
 
 
 def test_a_bad_row_group_fails_exactly_the_micro_batches_that_need_it():
@@ -402,7 +391,6 @@ def test_a_bad_row_group_fails_exactly_the_micro_batches_that_need_it():
     with pytest.raises(BadShard, match=r"row group 2 of part-0 cannot be decoded: flipped bits"):
         data.batch(2, 0)
     check(data.batch(2, 2), list(range(48, 56)))
-    data.close()
 
 
 @pytest.mark.parametrize("shuffle", ["none", "rows", "full"])
@@ -412,21 +400,16 @@ def test_skipping_leaves_out_the_same_rows_for_any_workers(shuffle):
     data = opened(groups, shuffle=shuffle, max_bad_fraction=0.01)
     data.read_ahead(1, [0, 1])
     gone = {*range(32, 48), *range(80, 96)}
-    for step in range(1, data.steps_per_epoch + 1):
-        for v in range(V):
-            ids = expected(order, groups, step, v)
-            left = [i for i in ids if i not in gone]
-            batch = data.batch(step, v)
-            assert (batch is None) == (not left)
-            if batch is not None:
-                check(batch, left)
-            assert data.rows(step, v) - data.masked(step, v) == len(left)
-    every = [
-        data.bad_row_groups(s, v) for s in range(1, data.steps_per_epoch + 1) for v in range(V)
-    ]
-    assert frozenset().union(*every) == {2, 5}
+    for step, v in of_an_epoch(data):
+        ids = expected(order, groups, step, v)
+        left = [i for i in ids if i not in gone]
+        batch = data.batch(step, v)
+        assert (batch is None) == (not left)
+        if batch is not None:
+            check(batch, left)
+        assert data.rows(step, v) - data.masked(step, v) == len(left)
+    assert frozenset().union(*(data.bad_row_groups(*at) for at in of_an_epoch(data))) == {2, 5}
     assert data.describe_row_group(5) == "row group 1 of part-1"
-    data.close()
 
 
 def test_row_group_recorded_as_bad_is_left_out_where_it_could_be_read():
@@ -440,7 +423,6 @@ def test_row_group_recorded_as_bad_is_left_out_where_it_could_be_read():
     assert data.batch(2, 0) is None
     check(data.batch(1, 2), list(range(16, 24)))
     assert (data.masked(2, 0), data.masked(2, 2)) == (8, 0)
-    data.close()
 
 
 def test_bad_row_group_found_ahead_is_told_with_the_micro_batch_that_needs_it():
@@ -451,7 +433,6 @@ def test_bad_row_group_found_ahead_is_told_with_the_micro_batch_that_needs_it():
     assert data.bad_row_groups(1, 0) == set()
     assert data.batch(2, 0) is None
     assert data.bad_row_groups(2, 0) == {2}
-    data.close()
 
 
 def test_more_bad_rows_than_the_limit_are_refused():
@@ -465,12 +446,10 @@ def test_more_bad_rows_than_the_limit_are_refused():
     )
     with pytest.raises(DataError, match=said):
         data.check_bad({0, 1})
-    data.close()
     data = opened(groups, shuffle="none", max_bad_fraction=1)
     data.check_bad([0, 2])
     with pytest.raises(DataError, match="no row of the data set can be decoded: row group 0 of"):
         data.check_bad([0, 1, 2])
-    data.close()
 
 
 def test_evaluation_is_every_row_once_in_file_order_and_reads_each_row_group_once():
@@ -482,4 +461,3 @@ def test_evaluation_is_every_row_once_in_file_order_and_reads_each_row_group_onc
     early = [data.batch(i)["id"].tolist() for i in range(5)]
     assert [i for batch in early + late for i in batch] == list(range(sum(SIZES)))
     assert len(groups.reads) == len(SIZES)
-    data.close()

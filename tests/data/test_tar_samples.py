@@ -7,8 +7,7 @@ from webdataset.tariterators import group_by_keys, tar_file_iterator
 
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.errors import BadShard, DataError
-from tests.data.shards import add, in_memory, refused, rows_of, write_tar
-from tests.data.test_index import config
+from tests.data.shards import add, config, in_memory, refused, rows_of, write_tar
 
 
 @pytest.mark.parametrize("where", [str, in_memory], ids=["file", "store"])

@@ -8,8 +8,7 @@ import pytest
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.errors import BadShard, DataError, StorageError
 from elastic_dp.storage import Store
-from tests.data.shards import ONE, SHARDS, in_memory, refused, write_arrow
-from tests.data.test_index import config, opened
+from tests.data.shards import ONE, SHARDS, config, in_memory, opened, refused, write_arrow
 
 
 def scribbled(path):

@@ -205,9 +205,9 @@ def _copy_rows(column: Array, rows: Ints, out: Array, places: Ints) -> None:
 
 
 def _can_be_kept(columns: Mapping[str, Column]) -> bool:
-    """Whether all columns are arrays in writable, aligned memory."""
+    """Whether all columns are arrays in writable, aligned memory, in the order of their rows."""
     return all(
-        isinstance(c, np.ndarray) and c.flags.writeable and is_aligned(c) for c in columns.values()
+        isinstance(c, np.ndarray) and c.flags.carray and is_aligned(c) for c in columns.values()
     )
 
 
