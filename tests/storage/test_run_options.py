@@ -55,6 +55,17 @@ def assert_no_secret(texts):
         assert SECRET not in text and AZURE_KEY not in text
 
 
+def words_of(options):
+    return [word for pair in options.items() for word in ("--storage-option", "=".join(pair))]
+
+
+def run(*words):
+    done = CliRunner().invoke(cli.app, list(map(str, words)))
+    assert done.exit_code == 0, done.output
+    assert_no_secret([done.output])
+    return done.stdout
+
+
 def test_a_run_is_stored_gone_on_with_and_read_by_the_options_alone(far, tmp_path):
     path, options = far
     first = trainer(path, options).fit(local=True)
@@ -79,15 +90,8 @@ def test_a_run_is_stored_gone_on_with_and_read_by_the_options_alone(far, tmp_pat
 def test_the_commands_read_a_run_by_storage_options(far):
     path, options = far
     trainer(path, options).fit(local=True)
-    given = [word for pair in options.items() for word in ("--storage-option", "=".join(pair))]
+    given = words_of(options)
     where = ["--storage-path", path, *given]
-
-    def run(*words):
-        done = CliRunner().invoke(cli.app, list(words))
-        assert done.exit_code == 0, done.output
-        assert_no_secret([done.output])
-        return done.stdout
-
     assert json.loads(run("status", "far", "--json", *where))["step"] == 4
     assert [row["name"] for row in json.loads(run("status", "--json", *where))] == ["far"]
     assert "step" in run("logs", "far", "--events", *where)
@@ -125,32 +129,14 @@ def test_wrong_options_are_refused_before_anything_starts(bucket):
         trainer(f"s3://{name}/runs", ["key"])
 
 
-def run(*words):
-    done = CliRunner().invoke(cli.app, list(words))
-    assert done.exit_code == 0, done.output
-    return done.stdout
-
-
-def test_commands_with_storage_options_read_and_write_on_s3(bucket, tmp_path):
-    endpoint, name = bucket
-    given = s3_options(endpoint).items()
-    words = [word for key, value in given for word in ("--storage-option", f"{key}={value}")]
-    write_and_inspect(f"s3://{name}/shards", words, tmp_path)
-    assert run("checkpoints", "list", f"s3://{name}/none", "--json", *words) == "[]\n"
-
-
-def test_commands_with_an_account_key_and_an_endpoint_read_and_write_on_azure(container, tmp_path):
-    endpoint, name = container
-    given = azure_options(endpoint).items()
-    words = [word for key, value in given for word in ("--storage-option", f"{key}={value}")]
-    write_and_inspect(f"az://{name}/shards", words, tmp_path)
-
-
-def write_and_inspect(url, words, folder):
-    (folder / "rows.jsonl").write_text("".join(f'{{"id":{n},"x":{n - 0.5}}}\n' for n in (1, 2, 3)))
-    wrote = run("data", "convert", str(folder / "rows.jsonl"), url, "--json", *words)
+def test_commands_convert_and_inspect_by_storage_options(far, tmp_path):
+    path, options = far
+    given, rows = words_of(options), tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"id":{n},"x":{n - 0.5}}}\n' for n in (1, 2, 3)))
+    wrote = run("data", "convert", rows, f"{path}/shards", "--json", *given)
     assert json.loads(wrote)["rows"] == 3
-    assert json.loads(run("data", "inspect", url, "--json", *words))["rows"] == 3
+    assert json.loads(run("data", "inspect", f"{path}/shards", "--json", *given))["rows"] == 3
+    assert run("checkpoints", "list", f"{path}/none", "--json", *given) == "[]\n"
 
 
 @pytest.mark.parametrize("command", [("data", "inspect"), ("checkpoints", "list")])
