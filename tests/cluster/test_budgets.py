@@ -16,7 +16,7 @@ from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import Cause
 from elastic_dp.errors import UserCodeError
 from tests.runs import group, local, spec_of
-from tests.train.jobs import adamw, classifier, cross_entropy
+from tests.train.jobs import adamw, classifier, classify, cross_entropy
 
 
 def job(**failure):
@@ -39,11 +39,6 @@ def test_a_sample_that_ends_its_process_is_named_and_not_tried_for_ever(monkeypa
             os.kill(os.getpid(), signal.SIGSEGV)
         return cross_entropy(model, batch)
 
-    def train(ctx):
-        model = classifier()
-        for _ in ctx.steps(model, adamw(model), crashes):
-            pass
-
     allow(monkeypatch, max_losses_of_micro_batch=1)
     spec = job()
     at = next(
@@ -52,7 +47,7 @@ def test_a_sample_that_ends_its_process_is_named_and_not_tried_for_ever(monkeypa
         for v in range(4)
         if poison in data_of(spec).batch(step, v)["i"]
     )
-    outcome, _ = group(spec, train, fails=True)
+    outcome, _ = group(spec, functools.partial(classify, loss_fn=crashes), fails=True)
     assert (
         f"2 workers died one after another while running virtual worker {at[1]} of step {at[0]}"
         in outcome.error

@@ -2,23 +2,18 @@
 instead."""
 
 import dataclasses
-import queue
-import threading
 import types
 
 import pytest
-import ray
 import torch
 
-from elastic_dp.cluster.ray import ray_worker_group
 from elastic_dp.cluster.run_handle import error_of
 from elastic_dp.cluster.worker import Worker
-from elastic_dp.coordinator.messages import Cause
 from elastic_dp.device.accelerator import has_own_communicator
 from elastic_dp.device.gpu import pick_device
 from elastic_dp.errors import ClusterError
 from tests.runs import group, spec_of
-from tests.train.jobs import adamw, classifier, cross_entropy
+from tests.train.jobs import classify
 
 
 @pytest.fixture
@@ -73,18 +68,12 @@ def test_pick_device_raises_where_cuda_was_asked_before_ray_gave_the_gpu(cuda, m
         pick_device({"GPU": 1})
 
 
-def train(ctx):
-    model = classifier()
-    for _ in ctx.steps(model, adamw(model), cross_entropy):
-        pass
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU is there")
 def test_a_worker_without_its_gpu_ends_and_makes_no_step(tmp_path):
     spec = spec_of(workers=1, resources_per_worker={"CPU": 1, "GPU": 1})
     failure = dataclasses.replace(spec.failure, max_losses_without_progress=1)
     outcome, _ = group(
-        dataclasses.replace(spec, failure=failure), train, url=str(tmp_path), fails=True
+        dataclasses.replace(spec, failure=failure), classify, url=str(tmp_path), fails=True
     )
     assert outcome.step == 0 and type(error_of(outcome)) is ClusterError
     assert "finds no CUDA device" in (tmp_path / "logs" / "w1.last.log").read_text()
@@ -107,33 +96,3 @@ def test_a_worker_whose_gpu_fails_a_check_ends_before_it_is_announced(cuda, monk
         worker._run()
     how = {"exact": True, "shared": True}
     assert (posted, checked) == ([], [(torch.device("cuda", 0), {"CPU": 1, "GPU": 1}, {}, how)])
-
-
-def test_an_actor_that_raised_is_lost_for_that_reason_and_holds_its_gpu_no_longer(monkeypatch):
-    by, lost = [], []
-    actor = types.SimpleNamespace(_actor_id=types.SimpleNamespace(hex=lambda: "a1"))
-    worker_group = object.__new__(ray_worker_group.RayWorkerGroup)
-    worker_group._lock, worker_group._actors, worker_group._asked = (
-        threading.Lock(),
-        {"w1": actor},
-        {},
-    )
-    worker_group._tasks, worker_group._closing = queue.SimpleQueue(), threading.Event()
-    worker_group._withdrawn, worker_group._told_to_go = set(), set()
-    worker_group.node_avoidance = types.SimpleNamespace(failed=lambda actor: None)
-    worker_group._controller = types.SimpleNamespace(post=lost.append)
-
-    def kill(actor, no_restart):
-        by.append(actor)
-
-    monkeypatch.setattr(ray_worker_group.ray, "kill", kill)
-    raised = ray.exceptions.RayTaskError("run", "frames\nof Ray", ClusterError("no CUDA device"))
-    future = types.SimpleNamespace(exception=raised.as_instanceof_cause)
-    worker_group._ended("w1", actor, future)
-    # In the thread that Ray calls back in, ray.kill never returns.
-    assert by == []
-    worker_group._tasks.get()()
-    assert by == [actor]
-    [event] = lost
-    assert (event.worker, event.reason) == ("w1", "ClusterError: no CUDA device")
-    assert event.cause is Cause.UNKNOWN

@@ -74,12 +74,6 @@ def answered(monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("size", [9, 0, 2.5, True, "3", None])
-def test_a_size_that_cannot_be(answered, size):
-    with pytest.raises(SpecError, match=r"size is .* within 1\.\.8"):
-        answered.scale(size)
-
-
 @pytest.mark.parametrize(
     ("asked", "words"),
     [

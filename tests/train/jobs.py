@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from elastic_dp.distributed import gradient_buckets
 from elastic_dp.distributed.cross_worker_reduction import BucketReduction
 from elastic_dp.train.local_run import LocalRun
+from elastic_dp.train.state.train_state import TrainState
 from tests.patience import eventually
 
 
@@ -63,10 +64,11 @@ def cross_entropy(model, batch):
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
-def loop(ctx, model, optimizer, loss_fn=cross_entropy, **options):
+def loop(ctx, model, optimizer, loss_fn=cross_entropy, body=lambda step: None, **options):
     made = objects_of(model, optimizer)
     for step in ctx.steps(model, optimizer, loss_fn, **options):
         assert objects_of(model, optimizer) == made
+        body(step)
         hold(ctx, step)
 
 
@@ -81,6 +83,17 @@ def training(make):
 def classify(ctx, loss_fn=cross_entropy, **options):
     model = classifier()
     loop(ctx, model, adamw(model), loss_fn, **options)
+
+
+def logs_its_loss(ctx):
+    classify(ctx, body=lambda step: ctx.log({"loss": step.loss}))
+
+
+def digest_of(weights):
+    """Return the digest of a run of `classify` that ends with these weights."""
+    model = classifier()
+    model.load_state_dict(weights)
+    return TrainState(model, adamw(model), None, None, {}).digest()
 
 
 class Kept:

@@ -8,29 +8,11 @@ from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.cluster.heartbeat.heartbeat_sidecar import Channel
 from elastic_dp.coordinator import messages as m
 from elastic_dp.telemetry.journal import Journal
+from tests.cluster.controllers import NotedWorkers
 from tests.coordinator.scenarios import SIGNATURE
 from tests.runs import spec_of
 
 MIB = 1 << 20
-
-
-class WorkerGroup:
-    """Takes note of who is asked for."""
-
-    def __init__(self):
-        self.started = []
-
-    def start(self, worker):
-        self.started.append(worker)
-
-    def send(self, workers, command):
-        pass
-
-    def kill(self, worker):
-        pass
-
-    def close(self):
-        pass
 
 
 class Run:
@@ -40,7 +22,7 @@ class Run:
         self.controller = made = Controller(
             spec_of(workers=2, steps=100_000), Journal(None), host="127.0.0.1", secret=b"secret"
         )
-        self.group, self.step, self.beat = WorkerGroup(), 0, 0
+        self.group, self.step, self.beat = NotedWorkers(), 0, 0
         self.channels = {}
         made._worker_group = self.group
         made._tasks = types.SimpleNamespace(
@@ -49,7 +31,7 @@ class Run:
         made._execute_all(made.coordinator.start(0.0))
         self.settle()
         self.tell(m.CheckpointFound(None))
-        for worker in list(self.group.started):
+        for worker in self.group.started:
             self.joins(worker)
 
     def tell(self, event):

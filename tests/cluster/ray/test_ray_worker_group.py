@@ -11,6 +11,7 @@ import ray
 from elastic_dp.cluster import outage_notice
 from elastic_dp.cluster.ray import node_avoidance, private, ray_worker_group
 from elastic_dp.coordinator.messages import Cause, ReleaseWorker, WorkerLost
+from elastic_dp.errors import ClusterError
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import spec_of
 
@@ -46,18 +47,34 @@ def rest(worker_group):
     assert done.wait(PATIENCE_S)
 
 
-def died(worker_group, worker):
+def died(worker_group, worker, error=None):
     actor = types.SimpleNamespace(_actor_id=b"\x01")
     worker_group._actors[worker] = actor
-    return lambda: worker_group._ended(
-        worker, actor, types.SimpleNamespace(exception=lambda: ValueError("died"))
-    )
+    future = types.SimpleNamespace(exception=lambda: error or ValueError("died"))
+    return lambda: worker_group._ended(worker, actor, future)
 
 
 def test_a_loss_is_told_where_its_node_cannot_be_asked_for(worker_group, monkeypatch):
     monkeypatch.setattr(worker_group.node_avoidance, "failed", raises)
     died(worker_group, "w1")()
     assert worker_group._controller.posted == [WorkerLost("w1", "died", Cause.UNKNOWN)]
+
+
+def test_an_actor_that_raised_is_lost_for_that_reason_and_holds_its_gpu_no_longer(
+    worker_group, monkeypatch
+):
+    """In the thread that Ray calls back in, ray.kill never returns."""
+    threads = []
+    monkeypatch.setattr(worker_group.node_avoidance, "failed", lambda *_: None)
+    monkeypatch.setattr(
+        ray_worker_group.ray, "kill", lambda *_, **__: threads.append(threading.get_ident())
+    )
+    raised = ray.exceptions.RayTaskError("run", "frames\nof Ray", ClusterError("no CUDA device"))
+    died(worker_group, "w1", raised.as_instanceof_cause())()
+    rest(worker_group)
+    assert len(threads) == 1 and threads != [threading.get_ident()]
+    lost = WorkerLost("w1", "ClusterError: no CUDA device", Cause.UNKNOWN)
+    assert worker_group._controller.posted == [lost]
 
 
 def test_an_eviction_counts_against_the_node_and_the_end_of_the_run_does_not(

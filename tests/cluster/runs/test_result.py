@@ -12,20 +12,13 @@ import elastic_dp as edp
 from elastic_dp.errors import CheckpointError
 from elastic_dp.run_record import read_result, run_names
 from elastic_dp.storage import Store
-from elastic_dp.train.state.train_state import TrainState
 from tests.runs import Points
-from tests.train.jobs import adamw, classifier, cross_entropy
-
-
-def train(ctx):
-    model = classifier()
-    for step in ctx.steps(model, adamw(model), cross_entropy):
-        ctx.log({"loss": step.loss})
+from tests.train.jobs import classifier, digest_of, logs_its_loss
 
 
 def trainer(tmp_path, max_steps=3):
     return edp.ElasticTrainer(
-        train,
+        logs_its_loss,
         name="ends",
         storage_path=tmp_path,
         data=edp.MapStyleData(Points(), micro_batch_size=4),
@@ -36,12 +29,6 @@ def trainer(tmp_path, max_steps=3):
 @pytest.fixture
 def result(tmp_path):
     return trainer(tmp_path).fit(local=True)
-
-
-def digest_of(weights):
-    model = classifier()
-    model.load_state_dict(weights)
-    return TrainState(model, adamw(model), None, None, {}).digest()
 
 
 def test_load_state_has_the_final_weights_of_a_run_without_a_checkpoint_config(result):

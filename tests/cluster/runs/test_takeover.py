@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import cloudpickle
 import pytest
 
-from elastic_dp.cluster.controller.controller import Controller, coordinator_config_of
+from elastic_dp.cluster.controller.controller import coordinator_config_of
 from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress, SharedMemoryPage
 from elastic_dp.cluster.runs import controller_state
 from elastic_dp.cluster.runs.controller_state import (
@@ -23,6 +23,7 @@ from elastic_dp.coordinator import messages as m
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.train.controller_link import ControllerLink
 from elastic_dp.train.log_sender import LoggedCall
+from tests.cluster.controllers import controller_of
 from tests.coordinator.scenarios import Scenario
 from tests.runs import spec_of
 
@@ -44,23 +45,6 @@ class Stored(ControllerStateStore):
         return 7
 
 
-class WorkerGroup:
-    def __init__(self):
-        self.sent, self.started, self.killed = [], [], []
-
-    def start(self, worker):
-        self.started.append(worker)
-
-    def send(self, workers, command):
-        self.sent.append(command)
-
-    def kill(self, worker):
-        self.killed.append(worker)
-
-    def close(self):
-        pass
-
-
 def earlier(now=0.0):
     state_store = ControllerStateStore()
     for message in (
@@ -80,16 +64,7 @@ def earlier(now=0.0):
 
 
 def controller(state_store, journal=None):
-    made = Controller(
-        spec_of(workers=2),
-        journal or Journal(None),
-        host="127.0.0.1",
-        secret=b"secret",
-        state_store=state_store,
-    )
-    made._worker_group = WorkerGroup()
-    made.heartbeats.close()
-    return made
+    return controller_of(spec_of(workers=2), journal, state_store=state_store)
 
 
 def test_takeover_asks_the_workers_there_are():
@@ -99,7 +74,7 @@ def test_takeover_asks_the_workers_there_are():
     assert asked == ["w1", "w2"]
     for task in itertools.chain(*made._tasks.get_nowait()):
         task()
-    assert made._worker_group.killed == ["w4"], "it was told to leave, and takes no part any more"
+    assert made._worker_group.told == ["ReleaseWorker", "kill w4"], "it takes no part any more"
     assert [c.generation for c in commands if isinstance(c, m.ClaimGeneration)] == [8]
     assert (made.coordinator.size, made.coordinator._run.min_members) == (3, 2)
     assert made.coordinator._lineage.established
