@@ -98,6 +98,13 @@ def local(
         return run
 
 
+def warnings_of(train: Callable[..., None], steps: int = 4, **options: Any) -> list[str]:
+    """What a run of one worker, in this process, warns of."""
+    heard: list[str] = []
+    local(spec_of(steps=steps, workers=1, virtual=2, **options), train, on_say=heard.append)
+    return [text for text in heard if "WARNING" in text]
+
+
 def group(
     spec: JobSpec,
     train: Callable[..., None],
@@ -139,10 +146,10 @@ def reached(run: ProcessRun, step: int) -> bool:
     return run.controller.status()["step"] >= step or run.controller.ended.is_set()
 
 
-def goes_on(run: ProcessRun) -> None:
+def goes_on(run: ProcessRun, steps: int = 1) -> None:
     status = run.controller.status
-    at = status()["step"]
-    eventually(lambda: status()["step"] > at or run.controller.ended.is_set(), status)
+    until = status()["step"] + steps
+    eventually(lambda: status()["step"] >= until or run.controller.ended.is_set(), status)
 
 
 def at_size(size: int) -> Callable[[ProcessRun], None]:

@@ -20,16 +20,14 @@ class _Huge(int):
 HUGE = _Huge(10**400)
 
 
-def trainer(tmp_path, train, rows=192, points=Points, fingerprint="", **options):
+def trainer(tmp_path, train, rows=192, **options):
     options.setdefault("max_steps", 4)
     return edp.ElasticTrainer(
         train,
         name="bad",
         storage_path=str(tmp_path),
-        data=edp.MapStyleData(
-            points(rows), micro_batch_size=4, seed=options.pop("seed", 0), fingerprint=fingerprint
-        ),
-        scaling=edp.ScalingConfig(max_workers=2, virtual_workers=options.pop("virtual", 2)),
+        data=edp.MapStyleData(Points(rows), micro_batch_size=4),
+        scaling=edp.ScalingConfig(max_workers=2, virtual_workers=2),
         **options,
     )
 

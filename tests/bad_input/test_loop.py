@@ -22,7 +22,7 @@ from elastic_dp.errors import (
 )
 from tests.bad_input.jobs import good, looping, not_finite, synchronised, trainer
 from tests.runs import Points, group, lines_of, local, spec_of
-from tests.train.jobs import adamw, classifier, cross_entropy
+from tests.train.jobs import adamw, classifier, classify, cross_entropy, logs_its_loss
 
 MISTAKES = {  # the train function, the error, and what it names
     "no loop": (lambda ctx: None, LoopError, "ctx.steps"),
@@ -122,7 +122,7 @@ def test_second_loop_over_steps_is_refused():
         good(ctx)
         good(ctx)
 
-    with pytest.raises(LoopError, match="twice"):
+    with pytest.raises(LoopError, match="called twice"):
         local(spec_of(), train)
 
 
@@ -181,18 +181,15 @@ def test_evaluation_that_differs_between_workers_fails_the_run(mistake, after_th
 
 
 def test_logger_that_raises_is_warned_of_and_called_again(tmp_path):
-    def train(ctx):
-        model = classifier()
-        for step in ctx.steps(model, adamw(model), cross_entropy):
-            ctx.log({"loss": step.loss})
-
     seen = []
 
     def away(record):
         seen.append(record["step"])
         raise OSError("the service is away")
 
-    job = trainer(tmp_path, train, loggers=[away, lambda record: seen.append(-record["step"])])
+    job = trainer(
+        tmp_path, logs_its_loss, loggers=[away, lambda record: seen.append(-record["step"])]
+    )
     with pytest.warns(UserWarning, match=r"'away' raised OSError: the service is away"):
         assert job.fit(local=True).step == 4
     assert seen == [1, -1, 2, -2, 3, -3, 4, -4]
@@ -204,9 +201,7 @@ def test_metrics_at_the_limits_of_floats_are_added():
         return cross_entropy(m, b), 4, {"large": 1e308, "both": math.copysign(math.inf, first - 90)}
 
     def train(ctx):
-        model = classifier()
-        for step in ctx.steps(model, adamw(model), loss_fn):
-            ctx.log(step.metrics)
+        classify(ctx, loss_fn, body=lambda step: ctx.log(step.metrics))
 
     assert [list(map(repr, run.values())) for run in local(spec_of(steps=1), train).logged] == [
         ["1", "inf", "nan"]
@@ -217,9 +212,7 @@ def test_log_of_half_a_character_is_recorded_as_a_text_that_can_be_written():
     half = os.fsdecode(b"caf\xe9")
 
     def train(ctx):
-        model = classifier()
-        for _ in ctx.steps(model, adamw(model), cross_entropy):
-            ctx.log({half: half})
+        classify(ctx, body=lambda step: ctx.log({half: half}))
 
     (logged,) = local(spec_of(steps=1), train).logged
     assert logged == {"step": 1, "caf\\udce9": "caf\\udce9"}

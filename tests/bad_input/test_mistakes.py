@@ -38,17 +38,16 @@ class Held:
 
 
 class Remembers(nn.Module):
-    """Makes a buffer of its first rows, in the first forward pass."""
+    """Makes its buffer of the first rows, in the first forward pass."""
 
-    def __init__(self, known):
+    def __init__(self):
         super().__init__()
         self.inner = classifier()
-        if known:
-            self.register_buffer("mean", None)
+        self.register_buffer("mean", None)
 
     def forward(self, x):
-        if getattr(self, "mean", None) is None:
-            self.register_buffer("mean", x.mean())
+        if self.mean is None:
+            self.mean = x.mean()
         return self.inner(x) + self.mean
 
 
@@ -103,7 +102,7 @@ def beside(*more):
 
 MISTAKES = {
     LoopError: [
-        (["after step 3", "ctx.stop"], {"body": lambda m, s, c: s.number == 3 and "break"}),
+        (["after step 3", "ctx.stop(reason)"], {"body": lambda m, s, c: s.number == 3 and "break"}),
         # Another number of workers would make of its rows, and a joiner would lack it.
         (
             ["model.late was added", "before the loop"],
@@ -114,8 +113,7 @@ MISTAKES = {
             ["model.0.extra was added"],
             grows(lambda m, s, c: m[0].register_parameter("extra", m[0].bias)),
         ),
-        (["model.mean was added"], grows(None, lambda: Remembers(known=True))),
-        (["model.mean was added"], grows(None, lambda: Remembers(known=False))),
+        (["model.mean was added"], grows(None, Remembers)),
         (["0.weight", "state="], grows(lambda m, s, c: halves(m[0].weight), normalized)),
         (
             ["1.running_mean", "state="],

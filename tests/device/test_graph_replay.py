@@ -2,13 +2,14 @@
 
 import sys
 import types
+from functools import partial
 
 import torch
 
 from elastic_dp.device.graph_replay import begin_graph_iteration, graphs_are_replayed
 from tests.kit.simulated_device import SimulatedDevice
 from tests.runs import group, lines_of, local, spec_of
-from tests.train.jobs import adamw, classifier, cross_entropy
+from tests.train.jobs import adamw, classifier, classify, cross_entropy
 
 TREES = "torch._inductor.cudagraph_trees"
 
@@ -28,12 +29,7 @@ def test_each_micro_batch_begins_an_iteration(monkeypatch):
         run.append(batch)
         return cross_entropy(model, batch)
 
-    def train(ctx):
-        model = classifier()
-        for _ in ctx.steps(model, adamw(model), loss_fn):
-            pass
-
-    local(spec_of(workers=1, virtual=2, steps=2), train)
+    local(spec_of(workers=1, virtual=2, steps=2), partial(classify, loss_fn=loss_fn))
     assert begun == list(range(len(run))) and len(run) >= 4
 
 

@@ -8,19 +8,13 @@ from typer.testing import CliRunner
 import elastic_dp as edp
 from elastic_dp.cli import app
 from tests.runs import Points
-from tests.train.jobs import adamw, classifier, cross_entropy
-
-
-def train(ctx):
-    model = classifier()
-    for _ in ctx.steps(model, adamw(model), cross_entropy):
-        pass
+from tests.train.jobs import classify
 
 
 def fit(folder, max_steps):
     """The same command anywhere, but for storage_path and max_steps."""
     return edp.ElasticTrainer(
-        train,
+        classify,
         name="gpt",
         storage_path=str(folder),
         data=edp.MapStyleData(Points(), micro_batch_size=4),

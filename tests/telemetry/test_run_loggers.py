@@ -15,7 +15,7 @@ from elastic_dp.telemetry import run_logger
 from elastic_dp.telemetry.run_logger import LoggedSoFar, RunLogger
 from tests.bad_input.jobs import trainer as trainer_of
 from tests.patience import PATIENCE_S, eventually
-from tests.train.jobs import adamw, classifier, cross_entropy
+from tests.train.jobs import logs_its_loss
 
 
 def metrics(step, loss=None):
@@ -190,15 +190,10 @@ def test_function_that_is_too_slow_is_reported_and_stops_nobody(tmp_path, monkey
 
 
 def test_local_run_gives_each_step_to_a_logger_once(tmp_path):
-    def train(ctx):
-        model = classifier()
-        for step in ctx.steps(model, adamw(model), cross_entropy):
-            ctx.log({"loss": step.loss})
-
     logger = Recorder()
-    trainer_of(tmp_path, train, loggers=[logger]).fit(local=True)
+    trainer_of(tmp_path, logs_its_loss, loggers=[logger]).fit(local=True)
     again = Recorder(logger.tool)
-    trainer_of(tmp_path, train, loggers=[again]).fit(local=True)
+    trainer_of(tmp_path, logs_its_loss, loggers=[again]).fit(local=True)
     assert steps(again) == [1, 2, 3, 4]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data, read_index
-from elastic_dp.errors import BadShard, DataError, SpecError
+from elastic_dp.errors import BadShard, DataError
 from tests.data.shards import damage
 from tests.runs import group, lines_of, local, resize, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
@@ -136,9 +136,3 @@ def test_evaluation_with_more_bad_rows_than_the_limit_fails(tmp_path):
             continue
         with pytest.raises(DataError, match=said):
             local(spec, train)
-
-
-@pytest.mark.parametrize("limit", [-0.1, 1.5, None, "1%", True, float("nan")])
-def test_limit_that_is_no_part_is_refused(limit):
-    with pytest.raises(SpecError, match="max_bad_fraction is"):
-        DataConfig("x", micro_batch_size=1, max_bad_fraction=limit)

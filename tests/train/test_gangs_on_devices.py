@@ -30,6 +30,7 @@ from tests.train.gang.test_kills_of_processes import (
     connects,
 )
 from tests.train.jobs import adamw, classifier, cross_entropy
+from tests.train.step.test_participants import Told
 from tests.train.test_simulated_device import faults_while_switched
 
 fsdp = ImportedWhenUsed("torch.distributed.fsdp")
@@ -68,19 +69,6 @@ def test_run_on_devices_goes_on_from_its_checkpoint_with_another_number_of_gangs
     assert outcome.step == 4, losses_of(run)
     outcome, run = group(gangs(1), trains, url=str(tmp_path), device=SimulatedDevice())
     assert (outcome.step, outcome.digest) == (8, calm()[0].digest), losses_of(run)
-
-
-class Told:
-    """In the place of a `WorkerControl`: what the processes say is known before."""
-
-    def __init__(self, *others):
-        self.others = others
-
-    def exchange(self, payload):
-        return [payload, *self.others]
-
-    def scatter(self, parts):
-        raise AssertionError
 
 
 @pytest.fixture

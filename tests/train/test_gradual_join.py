@@ -154,8 +154,7 @@ def wait_for_joins(folder, count=1, dead=False):
             return over() or (len(files) > count and is_dead)  # one more where it all began
 
         eventually(is_there, status)
-        at = status()["step"]
-        eventually(lambda: over() or status()["step"] > at + 2, status)
+        goes_on(run, steps=3)
 
     return joined
 
@@ -328,8 +327,7 @@ def two_train_and(joining):
     def wait(run):
         status, over = run.controller.status, run.controller.ended.is_set
         eventually(lambda: status()["world_size"] == 2 + joining or over(), status)
-        at = status()["step"]
-        eventually(lambda: status()["step"] > at + 1 or over(), status)
+        goes_on(run, steps=2)
 
     return wait
 

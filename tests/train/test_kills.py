@@ -26,7 +26,18 @@ from elastic_dp.train.state import state_moves
 from elastic_dp.train.step.leaf_runner import LeafRunner
 from tests.cluster.test_budgets import is_first
 from tests.patience import eventually
-from tests.runs import ENDLESS, Points, at_size, group, in_turn, lines_of, local, losses_of, spec_of
+from tests.runs import (
+    ENDLESS,
+    Points,
+    at_size,
+    goes_on,
+    group,
+    in_turn,
+    lines_of,
+    local,
+    losses_of,
+    spec_of,
+)
 from tests.train.checkpointing.test_worker_checkpointer import steps_of
 from tests.train.jobs import (
     adamw,
@@ -103,8 +114,7 @@ def with_faults(spec, train, faults, **options):
         status, ended = run.controller.status, run.controller.ended.is_set
         for fault in faults:
             eventually(lambda file=fault.once: os.path.exists(file) or ended(), status)
-        at = status()["step"]
-        eventually(lambda: status()["step"] > at + 1 or ended(), status)
+        goes_on(run, steps=2)
 
     return group(
         spec,

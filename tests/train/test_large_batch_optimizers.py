@@ -6,7 +6,7 @@ import torch
 
 from elastic_dp.config import CheckpointConfig
 from tests.runs import fit, local, spec_of
-from tests.train.jobs import classifier, cross_entropy, hold
+from tests.train.jobs import classifier, loop
 from tests.train.optimizers import Both, pytorch_optimizer
 
 
@@ -45,9 +45,8 @@ def training(make):
             if make is MuonAndAdamW
             else {"scheduler": torch.optim.lr_scheduler.LinearLR(optimizer, 0.25, total_iters=4)}
         )
-        for step in ctx.steps(model, optimizer, cross_entropy, clip_norm=1.0, **schedulers):
-            ctx.log({"loss": step.loss})
-            hold(ctx, step)
+        body = lambda step: ctx.log({"loss": step.loss})  # noqa: E731
+        loop(ctx, model, optimizer, body=body, clip_norm=1.0, **schedulers)
 
     return train
 
@@ -74,8 +73,7 @@ def test_norm_of_the_gradient_is_that_before_the_optimizer_writes_to_it():
     def train(ctx):
         model = classifier()
         make = lars if norms else lambda model: torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in ctx.steps(model, make(model), cross_entropy):
-            norms.append(step.grad_norm)
+        loop(ctx, model, make(model), body=lambda step: norms.append(step.grad_norm))
 
     local(spec_of(steps=1), train)
     local(spec_of(steps=1), train)

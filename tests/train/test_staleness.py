@@ -15,7 +15,7 @@ from elastic_dp.sampling.step_schedule import StepSchedule
 from elastic_dp.train.step.leaf_runner import LeafRunner
 from tests.patience import eventually
 from tests.runs import group, local, spec_of
-from tests.train.jobs import adamw, classifier, classify, cross_entropy, plain
+from tests.train.jobs import Kept, adamw, classifier, classify, cross_entropy, plain
 
 LAST = 8  # step
 
@@ -261,17 +261,9 @@ def test_leaves_run_while_the_sum_of_the_step_before_is_in_flight(tmp_path):
     assert outcome.digest == local(spec, plain).digest
 
 
-class Weight(torch.nn.Module):
-    """What a body changes, in an object of `state=`."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("value", torch.zeros(()))
-
-
 def scaled_by(what):
     def train(ctx):
-        weight, model = Weight(), classifier()
+        weight, model = Kept(0.0), classifier()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         number, c = 0.0, ctx.carry(value=0.0)

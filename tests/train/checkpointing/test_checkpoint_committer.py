@@ -80,6 +80,11 @@ class Stage:
         self.committer.wrote(worker, written)
         return written
 
+    def commit_all(self, worker, step=5, **how):
+        """One worker writes all parts, and they are committed."""
+        self.write(worker, (worker,), EVERY_PART, step, **how)
+        assert self.committed.get(timeout=PATIENCE_S) == step
+
 
 def names_of(stage, parts):
     names = [*stage.snapshot.manifest().headers]
@@ -135,16 +140,14 @@ def test_duration_of_a_checkpoint_begins_with_the_first_snapshot(stage):
 def test_committer_without_work_sleeps(begun, monkeypatch):
     monkeypatch.setattr(checkpoint_committer, "_PATIENCE_S", 5.0)
     stage = begun(lease_s=1e6)
-    stage.write("w1", ("w1",), range(6))
-    assert stage.committed.get(timeout=PATIENCE_S) == 5
+    stage.commit_all("w1")
     stage.comes_to_rest()
     assert stage.committer._idle_s() > 1e4
 
 
 def test_rejected_checkpoint_leaves_the_history_and_is_never_committed(stage):
     for step in (5, 10):
-        stage.write("w1", ("w1",), EVERY_PART, step, lineage_id=1)
-        assert stage.committed.get(timeout=PATIENCE_S) == step
+        stage.commit_all("w1", step, lineage_id=1)
     stage.write("w1", ("w1", "w2"), EVERY_PART[:3], 12, lineage_id=1)
     stage.committer.reject(7, 3)
     assert stage.goes_on_from() == 5
@@ -188,8 +191,7 @@ def test_parts_without_a_writer_are_requested_in_the_end(stage, monkeypatch):
 
 def test_late_parts_of_an_older_step_are_not_committed(stage):
     stage.write("w1", ("w1", "w2"), [0, 1, 2], step=5)
-    stage.write("w1", ("w1",), EVERY_PART, step=7)
-    assert stage.committed.get(timeout=PATIENCE_S) == 7
+    stage.commit_all("w1", 7)
     stage.comes_to_rest()  # what lay there of step 5 is collected
     stage.write("w2", ("w2",), EVERY_PART, step=5)
     assert stage.committed.get(timeout=PATIENCE_S) == 7, "a step before it is covered by it"
@@ -230,8 +232,7 @@ def test_uncommitted_parts_are_discarded_when_their_writers_are_lost(stage):
     stage.write("w2", members, [3, 4, 5])  # its word was under way
     stage.snapshot = Snapshot()
     stage.snapshot.take(5, {"weights": TREE["weights"] + 1})
-    stage.write("w3", ("w3",), range(6))
-    assert stage.committed.get(timeout=PATIENCE_S) == 5
+    stage.commit_all("w3")
     assert not any("not the same" in text for text in stage.told)
 
 
@@ -240,8 +241,7 @@ def test_checkpoint_by_time_is_requested_and_has_the_metrics_of_its_step(begun):
     for step in (4, 5, 6):
         stage.committer.log(step, {"loss": step / 2, "name": "mine"})
     asked_at = stage.wanted.get(timeout=PATIENCE_S)
-    stage.write("w1", ("w1",), range(6))
-    assert stage.committed.get(timeout=PATIENCE_S) == 5
+    stage.commit_all("w1")
     assert next(stage.catalog.commits()).metadata.metrics == {"loss": 2.5}
     # It says so a moment after it has looked at the clock, and on a busy machine a long one.
     assert stage.wanted.get(timeout=PATIENCE_S) - asked_at > 0.1
@@ -257,8 +257,7 @@ def test_best_checkpoint_is_kept_when_the_run_is_stopped_at_a_step_without_a_val
     for step, logged in ((5, {"accuracy": 0.9}), (6, {}), (7, {"accuracy": 0.4}), (9, {})):
         stage.committer.log(step, {"loss": 1.0} | logged)
         stage.snapshot.take(step, {"weights": TREE["weights"] + step})
-        stage.write("w1", ("w1",), range(6), step)
-        assert stage.committed.get(timeout=PATIENCE_S) == step
+        stage.commit_all("w1", step)
     stage.comes_to_rest()
     assert [commit.step for commit in stage.catalog.commits()] == [9, 5]
     assert [commit.metadata.metrics for commit in stage.catalog.commits()] == [
@@ -351,8 +350,7 @@ def test_a_second_one_waits_and_goes_on_from_what_was_committed(begun, tmp_path)
     found = queue.Queue()
     second.committer.find(found.put)
     eventually(lambda: second.told)
-    first.write("w1", ("w1",), range(6))
-    assert first.committed.get(timeout=PATIENCE_S) == 5
+    first.commit_all("w1")
     assert found.empty()
     first.committer.close()
     assert found.get(timeout=PATIENCE_S) == 5
@@ -363,8 +361,7 @@ def test_a_second_one_waits_and_goes_on_from_what_was_committed(begun, tmp_path)
 def test_committer_with_the_token_continues_the_lease_of_one_that_is_gone(begun, tmp_path):
     """On another machine nobody can see that the holder is gone; a minute would be lost."""
     first = begun(lease_s=60.0, token="of the run")
-    first.write("w1", ("w1",), range(6))
-    assert first.committed.get(timeout=PATIENCE_S) == 5
+    first.commit_all("w1")
     second = Stage(str(tmp_path), lease_s=60.0, token="of the run")
     second.committer.take_over()
     for step in (5, 10):  # a member tells of the newest once more
@@ -383,8 +380,7 @@ def test_committer_that_slept_over_its_lease_stands_down(begun, tmp_path):
     first.write("w1", ("w1",), range(6))
     asleep.set()
     assert first.stood_down.wait(PATIENCE_S)
-    second.write("w1", ("w1",), range(6))
-    assert second.committed.get(timeout=PATIENCE_S) == 5
+    second.commit_all("w1")
     assert [name.fence for name in second.catalog.names()] == [
         max(f for _, f in second.catalog.names())
     ]

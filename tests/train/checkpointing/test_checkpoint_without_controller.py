@@ -59,8 +59,7 @@ def gone(tmp_path):
     """A controller that has committed step 5 and is no more; what it held it never gave up."""
     stage = Stage(str(tmp_path), lease_s=1e6, token=TOKEN)
     assert stage.goes_on_from() is None
-    stage.write("w1", ("w1",), range(6))
-    assert stage.committed.get(timeout=PATIENCE_S) == 5
+    stage.commit_all("w1")
     return stage  # its thread waits, and renews nothing for a long time
 
 
@@ -78,8 +77,7 @@ def test_orphan_commits_its_state_and_the_next_start_continues_from_it(tmp_path,
     assert later.goes_on_from() == 9, "and waits for no lease"
     _, tree = load_newest(later.catalog, on_damage=pytest.fail)
     assert torch.equal(tree["weights"], TREE["weights"] + 9)
-    later.write("w2", ("w2",), range(6), step=12)
-    assert later.committed.get(timeout=PATIENCE_S) == 12
+    later.commit_all("w2", 12)
     assert steps_of(tmp_path) == [5, 9, 12]
     later.committer.close()
 

@@ -117,12 +117,15 @@ def test_a_run_whose_controller_is_gone_goes_on_in_another(calm, tmp_path):
     assert len(formed_of(run)) <= 2
 
 
-def test_journal_says_how_long_each_checkpoint_of_the_job_took(tmp_path):
+def test_journal_says_how_long_each_checkpoint_took_and_a_checkpoint_whose_it_is(tmp_path):
     _, run = group(job(steps=10), average_and_plateau, url=str(tmp_path))
     commits = [line for line in lines_of(run) if line.get("event") == "CheckpointCommitted"]
     first = {line["step"]: line["duration_s"] for line in reversed(commits)}
     assert first.keys() == {5, 10}
     assert all(0 < seconds < 150 for seconds in first.values())
+    metadata = Catalog(Store(str(tmp_path))).find().metadata
+    assert metadata.job and metadata.data
+    assert {"python", "torch", "elastic_dp", "kind"} <= set(metadata.versions)
 
 
 def test_local_runs_go_on_from_a_groups_checkpoint_and_the_other_way_round(calm, tmp_path):
@@ -242,13 +245,6 @@ def test_an_operator_who_asks_for_one_that_cannot_be_made_does_no_harm(tmp_path)
     assert (outcome.error, outcome.reason) == (None, "enough")
     asked, *last = refused(run)  # the last step, unless that is the one which was asked for
     assert f"step {outcome.step}:" in (last or [asked])[-1], texts_of(run)
-
-
-def test_a_checkpoint_says_whose_it_is(tmp_path):
-    group(job(steps=5), average_and_plateau, url=str(tmp_path))
-    metadata = Catalog(Store(str(tmp_path))).find().metadata
-    assert metadata.job and metadata.data
-    assert {"python", "torch", "elastic_dp", "kind"} <= set(metadata.versions)
 
 
 # Paths in a commit record, and what is written there; None: nothing.

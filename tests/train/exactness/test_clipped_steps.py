@@ -7,21 +7,23 @@ in training, and depend on what the steps before made of the weights.
 import functools
 import hashlib
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from elastic_dp.distributed import abandoned_groups, gradient_units
+from elastic_dp.distributed import gradient_units
 from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_norm import GradientClipping
 from elastic_dp.distributed.gradient_reducer import GradientReducer
-from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.reduction_tree import fold
-from tests.distributed.meeting import InMemory, form
+from tests.distributed.members import (
+    _dropped_here,  # noqa: F401
+    finish,
+    named,
+    of_each,
+    run_and_send,
+)
 from tests.train.exactness.test_torch_optimizers import CASES, shapes
 
-CPU = torch.device("cpu")
 VIRTUAL, STEPS, CLIP_NORM = 8, 2, 0.5
 
 
@@ -45,28 +47,20 @@ def digest(group, kind, options, dtype, exact):
     optimizer = kind(parameters, **options)
     shares = equal_shares(group.world_size)
     exchange = GradientExchange(parameters, clipping=GradientClipping(CLIP_NORM))
-    named = {str(number): p for number, p in enumerate(parameters)}
-    gradients = GradientReducer(named, exchange=exchange)
+    gradients = GradientReducer(named(parameters), exchange=exchange)
     gradients.open(group, shares, VIRTUAL, exact)
     found = hashlib.sha256()
-    leaves = [leaf for one in shares[group.rank] for leaf in fold(*one, VIRTUAL)]
     for step in range(STEPS):
-        gradients.begin()
-        for leaf in leaves:
-            is_last = leaf is leaves[-1]
-            gradients.before_leaf(leaf, is_last)
-            gradients.before_backward()
-            drawn = factors(kind, dtype, step, leaf.virtual_worker)
+
+        def loss(virtual_worker, step=step):
+            drawn = factors(kind, dtype, step, virtual_worker)
             # The last parameter has no gradient in odd virtual workers.
-            used = len(drawn) - leaf.virtual_worker % 2
+            used = len(drawn) - virtual_worker % 2
             pairs = [*zip(parameters, drawn, strict=True)][:used]
-            sum((torch.sin(3 * p) * x).sum() for p, x in pairs).backward()
-            gradients.after_leaf(leaf, is_last)
-        gradients.send()
-        exchange.reduce()
-        exchange.finish(1 / VIRTUAL, [1] * len(parameters))
-        assert exchange.finite
-        exchange.assign()
+            return sum((torch.sin(3 * p) * x).sum() for p, x in pairs)
+
+        run_and_send(gradients, shares[group.rank], VIRTUAL, loss)
+        assert finish(gradients, 1 / VIRTUAL)
         norm = exchange.norm.tensor
         assert norm > CLIP_NORM
         optimizer.step()
@@ -76,37 +70,19 @@ def digest(group, kind, options, dtype, exact):
     return found.hexdigest()
 
 
-def digests(world_size, chosen=CASES, exact=True):
+def digests(world_size, exact=True):
     """The digests of all workers, by the name of the case."""
 
     def of_all(group):
-        return {name: digest(group, *case, exact) for name, *case in chosen}
+        return {name: digest(group, *case, exact) for name, *case in CASES}
 
-    if world_size == 1:
-        found = [of_all(ProcessGroup(None, 0, 1, CPU))]
-    else:
-        meet = InMemory()
-
-        def member(rank):
-            group = form(meet, rank, world_size)
-            try:
-                return of_all(group)
-            finally:
-                group.close()
-
-        with ThreadPoolExecutor(world_size) as pool:
-            found = list(pool.map(member, range(world_size)))
-    return {name: {one[name] for one in found} for name, *_ in chosen}
+    found = of_each(world_size, of_all)
+    return {name: {one[name] for one in found} for name, *_ in CASES}
 
 
 @pytest.fixture(autouse=True)
-def _dropped_here(monkeypatch):
-    """Groups go with their test, and not on a thread that may outlive the interpreter."""
-    left = []
-    monkeypatch.setattr(abandoned_groups, "abandon", left.append)
+def _small_units(monkeypatch):
     monkeypatch.setattr(gradient_units, "UNIT_BYTES", 1024)  # so that parameters are cut
-    yield
-    left.clear()
 
 
 @pytest.fixture(scope="module")

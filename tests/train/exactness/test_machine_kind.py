@@ -16,7 +16,7 @@ from elastic_dp.errors import SpecError
 from elastic_dp.train.exactness.machine_kind import deterministic_kernels, machine_kind
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.runs import fit, group, local, spec_of
-from tests.train.jobs import classify
+from tests.train.jobs import classify, cross_entropy
 
 CPUS = {
     "intel": (
@@ -199,12 +199,9 @@ def test_user_code_that_hides_warnings_does_not_make_a_run_exact(redirect, where
                 redirect()
             return NotDeterministic.apply(model(batch["x"])).square().mean()
 
-        model = torch.nn.Linear(16, 3)
         if where == "before the loop":
             redirect()
-        for _ in ctx.steps(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn):
-            if where == "in the body":
-                redirect()
+        classify(ctx, loss_fn, body=lambda step: where == "in the body" and redirect())
 
     with warnings.catch_warnings():
         run = local(spec_of(steps=3), train)
@@ -223,10 +220,7 @@ def test_operator_of_a_later_forward_pass_is_noted_after_a_body_that_filters_war
                 has_no_deterministic_kernel()
             return model(batch["x"]).square().mean()
 
-        model = torch.nn.Linear(16, 3)
-        for _ in ctx.steps(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn):
-            if hides:
-                warnings.simplefilter("ignore")
+        classify(ctx, loss_fn, body=lambda step: hides and warnings.simplefilter("ignore"))
 
     with warnings.catch_warnings():
         run = local(spec_of(steps=8, virtual=1, workers=1), train)
@@ -286,11 +280,9 @@ def test_what_was_noted_before_a_restart_counts_at_the_end(tmp_path):
         def loss_fn(model, batch):
             if next(calls) == 6:
                 has_no_deterministic_kernel()
-            return model(batch["x"]).square().mean()
+            return cross_entropy(model, batch)
 
-        model = torch.nn.Linear(16, 3)
-        for _ in ctx.steps(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn):
-            pass
+        classify(ctx, loss_fn)
 
     for steps in (3, 5):
         result = fit(train, tmp_path, steps)
@@ -303,11 +295,9 @@ def only_the_second_is_inexact(ctx):
     def loss_fn(model, batch):
         if next(calls) == 6 and ctx.rank == 1:  # in step 1 or 2
             has_no_deterministic_kernel()
-        return model(batch["x"]).square().mean()
+        return cross_entropy(model, batch)
 
-    model = torch.nn.Linear(16, 3)
-    for _ in ctx.steps(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn):
-        pass
+    classify(ctx, loss_fn)
 
 
 def test_what_a_worker_has_noted_outlives_it(tmp_path):

@@ -12,7 +12,7 @@ from elastic_dp.extensions.sharding.elementwise_updates import (
 )
 from elastic_dp.train.exactness.torch_optimizers import may_write_to_gradients
 from tests.runs import local, spec_of
-from tests.train.jobs import classifier, cross_entropy
+from tests.train.jobs import classifier, loop
 
 VARIANTS = {
     optim.SGD: (
@@ -107,8 +107,7 @@ def test_norm_that_is_read_after_the_update_is_that_of_the_gradient():
         def train(ctx):
             model = classifier()
             optimizer = torch.optim.SGD(model.parameters(), foreach=foreach, **NESTEROV)
-            for step in ctx.steps(model, optimizer, cross_entropy):
-                found.append(step.grad_norm)
+            loop(ctx, model, optimizer, body=lambda step: found.append(step.grad_norm))
 
         local(spec_of(steps=3), train)
         return found

@@ -10,8 +10,7 @@ import safetensors.torch
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.exporting import export
-from elastic_dp.config import CheckpointConfig, ScalingConfig
-from elastic_dp.errors import SpecError
+from elastic_dp.config import CheckpointConfig
 from elastic_dp.storage import Store
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.runs import ENDLESS, group, in_turn, lines_of, local, losses_of, scaled
@@ -75,12 +74,6 @@ def digest_of_export(url, model):
         digest.update(f"{name} {tuple(p.shape)} {p.dtype}\n".encode())
         digest.update(exported[name].numpy().tobytes())
     return digest.hexdigest()
-
-
-@pytest.mark.parametrize("name", ["tensor_parallel_size", "context_parallel_size"])
-def test_parallelism_that_is_gone_is_refused_with_what_to_write(name):
-    with pytest.raises(SpecError, match=rf"{name} does not exist any more.*fully_shard\(model"):
-        ScalingConfig(processes_per_worker=2, **{name: 2})
 
 
 @SLOW

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from elastic_dp.config import FailureConfig, ScalingConfig
 from elastic_dp.coordinator.messages import StopRequested
-from elastic_dp.errors import ClusterError, SpecError
+from elastic_dp.errors import ClusterError
 from elastic_dp.extensions.gangs import gang_connections
 from elastic_dp.extensions.gangs.gang_connections import accept, connect
 from elastic_dp.extensions.gangs.gang_control import FollowerControl, LeaderControl
@@ -112,18 +112,6 @@ def test_node_that_is_cut_off_costs_its_gang_within_seconds(node, nodes):
     assert outcome.workers_lost == 1, losses_of(run)
     assert took[0] < 8, took
     assert outcome.digest == calm(outcome.step)[0].digest
-
-
-def test_processes_that_cannot_be_divided_over_the_nodes_are_refused():
-    with pytest.raises(
-        SpecError, match=r"nodes_per_worker is 2 and processes_per_worker is 3, which"
-    ):
-        ScalingConfig(processes_per_worker=3, nodes_per_worker=2)
-
-
-def test_nodes_without_resources_are_refused():
-    with pytest.raises(SpecError, match=r"nodes_per_worker is 2, so resources_per_worker must"):
-        ScalingConfig(processes_per_worker=2, nodes_per_worker=2, resources_per_worker={"CPU": 0})
 
 
 def test_each_node_has_its_part_of_the_resources():

@@ -5,12 +5,11 @@ import sys
 import threading
 import time
 
-import cloudpickle
 import pytest
 
 from elastic_dp.cluster.heartbeat.heartbeat_server import HeartbeatServer
-from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress, SharedMemoryPage
-from elastic_dp.cluster.worker import Worker, WorkerJob
+from elastic_dp.cluster.heartbeat.shared_memory_page import SharedMemoryPage
+from elastic_dp.cluster.worker import Worker
 from elastic_dp.config import FailureConfig
 from elastic_dp.coordinator.messages import (
     HeartbeatReceived,
@@ -19,23 +18,16 @@ from elastic_dp.coordinator.messages import (
     TrainingPosition,
     WorkerLost,
 )
-from elastic_dp.train.controller_link import ControllerLink
 from elastic_dp.train.fault_injection import FaultInjector
 from elastic_dp.train.generations.worker_control import ORPHANED, Orphaned, Released, WorkerControl
 from elastic_dp.train.train_function import fail_worker
 from elastic_dp.train.worker_session import WorkerSession
+from tests.cluster.runs.test_takeover import Heard, job_of
 from tests.patience import PATIENCE_S
 from tests.runs import spec_of
 
 LONG_AGO = 1e6
 SECRET = b"secret"
-
-
-class Nobody(ControllerLink):
-    """No controller."""
-
-    def post(self, event):
-        pass
 
 
 def control(renewed_s_ago, **timeouts):
@@ -46,12 +38,12 @@ def control(renewed_s_ago, **timeouts):
 def test_worker_that_waits_for_a_generation_in_vain_is_an_orphan():
     left = control(0.0, lease_s=0.01, orphan_timeout_s=0.05)
     assert left.wait() == Orphaned()
-    assert fail_worker("w1", Nobody(), left, SharedMemoryPage(), ValueError()) == ORPHANED
+    assert fail_worker("w1", Heard(), left, SharedMemoryPage(), ValueError()) == ORPHANED
 
 
 def test_a_session_ends_outside_of_every_generation():
     session = WorkerSession(
-        *(spec_of(), "w1", None, None, False, Nobody(), SharedMemoryPage()),
+        *(spec_of(), "w1", None, None, False, Heard(), SharedMemoryPage()),
         control(LONG_AGO, lease_s=1.0, orphan_timeout_s=2.0),
         is_source=False,
         faults=FaultInjector(),
@@ -63,15 +55,7 @@ def test_a_session_ends_outside_of_every_generation():
 def test_a_worker_that_never_begins_ends(monkeypatch):
     monkeypatch.setattr(SharedMemoryPage, "start_sidecar", lambda *_: None)
     spec = spec_of(failure=FailureConfig(heartbeat_timeout_s=0.1, orphan_timeout_s=0.2))
-    job = WorkerJob(
-        cloudpickle.dumps((spec, None)),
-        None,
-        "run",
-        None,
-        ControllerAddress("127.0.0.1", 9, b"n"),
-        b"secret",
-    )
-    assert Worker("w1", job, Nobody()).run() == ORPHANED
+    assert Worker("w1", job_of(spec), Heard()).run() == ORPHANED
 
 
 def test_a_finished_worker_that_waits_in_its_generation_notices():

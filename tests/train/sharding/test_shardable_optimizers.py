@@ -1,7 +1,6 @@
 """What cannot be sharded is refused before anything starts, by name and with the way out."""
 
 import copy
-import dataclasses
 from collections import defaultdict
 
 import pytest
@@ -114,20 +113,6 @@ def test_loop_that_cannot_be_sharded_is_refused_before_the_first_step(train, mat
     spec = spec_of(steps=2, workers=1, sharding="optimizer")
     with pytest.raises(SpecError, match=match):
         local(spec, train)
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"sharding": "parameters"}, "sharding is 'parameters', must be one of None, 'optimizer'"),
-        ({"exact": False}, "sharding is 'optimizer' and exact is False"),
-        ({"staleness": 1}, "staleness is 1 and sharding is 'optimizer'"),
-    ],
-)
-def test_jobs_that_cannot_be_sharded_are_refused(change, match):
-    spec = spec_of(sharding="optimizer")
-    with pytest.raises(SpecError, match=match):
-        dataclasses.replace(spec, **change)
 
 
 def test_optimizer_of_the_user_has_no_state_and_keeps_its_groups():

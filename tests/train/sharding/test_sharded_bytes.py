@@ -12,7 +12,7 @@ from elastic_dp.distributed.gradient_norm import GradientClipping
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.extensions.sharding.piece_reduction import PieceReduction
-from tests.distributed.test_gradient_reducer import _dropped_here, leaves_of, of_each  # noqa: F401
+from tests.distributed.members import _dropped_here, of_each, run_and_send  # noqa: F401
 from tests.train.sharding.test_sharded_state import ADAM, Member
 
 SHAPES = [(300, 200), (1000,), (64, 33)]
@@ -69,13 +69,8 @@ def test_step_sends_little_more_than_a_replicated_one(
         for step in (1, 2):
             sent[threading.get_ident()] = 0
             sharding.begin()
-            gradients.begin()
-            (leaf,) = leaves_of(shares[group.rank], world_size)
-            gradients.before_leaf(leaf, True)
-            gradients.before_backward()
-            sum((p * p).sum() for p in parameters).backward()
-            gradients.after_leaf(leaf, True)
-            gradients.send()
+            loss = lambda v: sum((p * p).sum() for p in parameters)  # noqa: E731
+            run_and_send(gradients, shares[group.rank], world_size, loss)
             exchange.reduce()
             exchange.finish(1.0, [1] * len(parameters))
             memory = exchange.received_memory
