@@ -119,8 +119,9 @@ class ShardedOptimizer(OptimizerHolders):
         self._copies: Move | None = None  # for backups, in steps of this generation
         self._arrived: dict[int, State] = {}  # and not held yet
         self._left_early = False  # the last one, before they were made
-        self._kept_gather: tuple[list[bool], ParameterGather] | None = None  # see `_gather_of`
-        self._gather: ParameterGather | None = None  # of this step
+        # Of the last step that was prepared, and which parameters it gathers.
+        self._gather: ParameterGather | None = None
+        self._gathered: list[bool] = []
         self.absorb()
 
     # ------------------------------------------------------------------------- a generation
@@ -184,8 +185,8 @@ class ShardedOptimizer(OptimizerHolders):
 
     def close(self) -> None:
         """Leaves the generation. What is prepared is kept; see `roll_forward`."""
-        self._group = self._gather = None
-        self._kept_gather = None  # an abandoned operation may still write to its memory
+        self._group = None
+        self._gather = None  # an abandoned operation may still write to its memory
         self._left_early |= not self.backups_are_made
         self._copies = None
 
@@ -207,7 +208,7 @@ class ShardedOptimizer(OptimizerHolders):
                 'by load_state_dict: with sharding="optimizer" each worker holds a part of it, '
                 "elsewhere. Load it before the loop, or leave sharding out"
             )
-        self._prepared = self._gather = None
+        self._prepared = None
         if self._copies is not None:
             self._copies.begin()
 
@@ -246,32 +247,20 @@ class ShardedOptimizer(OptimizerHolders):
         holds, shaped as `StatePiece.within` shapes them; of the parameters in `used`, which are the
         same on all members. `memory`: see `ParameterGather`; the same in all steps of a generation.
         """
-        gather = self._gather_of([p in used for p in self._parameters], memory)
+        assert self._group is not None
+        gathered = [p in used for p in self._parameters]
+        gather = self._gather
+        if gather is None or gather.memory is not memory or self._gathered != gathered:
+            pairs = enumerate(self.pieces)
+            updated = [n for n, one in pairs if gathered[one.parameter] and self._updates.has(n)]
+            layout = self._group, self._parameters, self.pieces, self.holders
+            gather = ParameterGather(*layout, updated, memory)
+            self._gather, self._gathered = gather, gathered
         mine = {n: gradients[n] for n in [*gather.targets, *gather.backed] if n in self.held}
         self._prepared = _PreparedStep(step, self._generation, mine)
         for some in self._chunks(gather.targets):
             copies = {n: gather.targets[n].copy_(self._of_piece(n)) for n in some}
             self._update_copies(copies, mine)
-        self._gather = gather
-
-    def _gather_of(
-        self, used: list[bool], memory: Mapping[torch.dtype, torch.Tensor]
-    ) -> ParameterGather:
-        """Returns what gathers the parameters with `used`: the last one, if it fits."""
-        if self._kept_gather is not None:
-            before, gather = self._kept_gather
-            if before == used and gather.memory is memory:
-                return gather
-        assert self._group is not None
-        updated = [
-            number
-            for number, piece in enumerate(self.pieces)
-            if used[piece.parameter] and self._updates.has(number)
-        ]
-        layout = self._group, self._parameters, self.pieces, self.holders
-        gather = ParameterGather(*layout, updated, memory)
-        self._kept_gather = used, gather
-        return gather
 
     @torch.no_grad()
     def gather(self, norm: GradientNorm, *, compares: bool) -> set[int]:
@@ -339,7 +328,7 @@ class ShardedOptimizer(OptimizerHolders):
             assert self._prepared is not None and self._gather is not None
             self._update_in_place(self._prepared.gradients)
             self._gather.install()
-            self._prepared = self._gather = None
+            self._prepared = None
         self.committed_in = self._generation
 
     @torch.no_grad()

@@ -563,7 +563,7 @@ def test_gradients_that_arrive_in_other_memory_are_gathered_there():
         for _ in range(2):
             memory = {dtype: torch.full((n,), torch.nan) for dtype, n in sizes.items()}
             member.attempt(memory=memory)
-            assert sharing(member.sharding._kept_gather[1]._flats[0], memory[torch.float32])
+            assert sharing(member.sharding._gather._flats[0], memory[torch.float32])
 
     enter(members, train)
     enter(members)
