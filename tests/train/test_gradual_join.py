@@ -23,7 +23,17 @@ from elastic_dp.train.generations.gradual_join import GradualJoin
 from elastic_dp.train.generations.state_transfer import StateTransfer, plan_state_transfer
 from tests.cluster.test_budgets import is_first
 from tests.patience import eventually
-from tests.runs import ENDLESS, Points, goes_on, group, lines_of, local, losses_of, spec_of
+from tests.runs import (
+    ENDLESS,
+    Points,
+    formed_of,
+    goes_on,
+    group,
+    lines_of,
+    local,
+    losses_of,
+    spec_of,
+)
 from tests.train.exactness.test_torch_optimizers import LR, VARIANTS
 from tests.train.jobs import (
     ZOO,
@@ -341,7 +351,10 @@ def test_run_ends_or_shrinks_before_the_worker_has_joined(how, tmp_path):
 
     steps = 10 if how == "steps" else ENDLESS
     stop = [(20, StopRequested("enough"))] if how == "smaller" else []
-    join_and_check(average_and_plateau, tmp_path, (4, ends), *stop, steps=steps)
+    config = job().config | {"hold": {5: 3}}
+    script = (4, ends), *stop
+    run = join_and_check(average_and_plateau, tmp_path, *script, steps=steps, config=config)
+    assert len(formed_of(run)) > 1
 
 
 def with_muon(ctx):
@@ -352,7 +365,7 @@ def with_muon(ctx):
 
 
 def test_state_that_must_be_whole_is_copied_at_once(tmp_path):
-    join_and_check(with_muon, tmp_path, (12, StopRequested("enough")))
+    join_and_check(with_muon, tmp_path, (4, wait_for_joins(tmp_path)), ENOUGH)
     assert not [*tmp_path.glob("w* gradually")]
 
 
