@@ -234,27 +234,34 @@ def test_kill_at_each_point_has_the_local_digest(point, tmp_path):
 
 def hears_of_the_end_late(train, dead):
     """Each worker hears of a planned end when it has run all it has to in the step behind it. The
-    first that does so dies then and leaves the file `dead`, unless it trains alone: with the only
-    state."""
+    first that does so dies when another has, too, and leaves the file `dead`, unless it trains
+    alone: with the only state."""
 
     def late(ctx):
         session = ctx._session
         control, end, told = session.control, session.control.end, {}
         run_leaf = LeafRunner._run_leaf
 
+        def heard(after_step):
+            if dead is not None and session.world_size > 1:
+                others = f"{dead}-{session.generation}"
+                if is_first(dead):
+                    eventually(lambda: os.path.exists(others))
+                    os.kill(os.getpid(), signal.SIGKILL)
+                open(others, "w").close()
+            end(session.generation, after_step)
+
         def put_off(generation, after_step):
             told[generation] = after_step
             waits = session.reporter.phase == "collective"
             if waits and (control._attempting or 0) > after_step:
-                end(generation, after_step)
+                heard(after_step)
 
         def runs(runner, turn, **given):
             run_leaf(runner, turn, **given)
             after_step = told.get(session.generation, turn.step)
             if turn.is_last and turn.step > after_step:
-                if dead is not None and session.world_size > 1 and is_first(dead):
-                    os.kill(os.getpid(), signal.SIGKILL)
-                end(session.generation, after_step)
+                heard(after_step)
 
         control.end, LeafRunner._run_leaf = put_off, runs
         train(ctx)
