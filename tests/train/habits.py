@@ -4,6 +4,7 @@ docs/habits.md."""
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import time
 from collections.abc import Callable
@@ -608,6 +609,108 @@ def teacher_not_passed(model, optimizer):
         return cross_entropy(m, b) + F.mse_loss(m(b["x"]), teacher(b["x"]))
 
     return {"loss_fn": loss_fn, "body": body}
+
+
+@said("the body of the loop over ctx.steps changes teacher")
+def teacher_by_data(model, optimizer):
+    """the same by way of `.data`"""
+    teacher = copy.deepcopy(model).eval().requires_grad_(False)
+
+    def body(step):
+        for mine, p in zip(teacher.parameters(), model.parameters(), strict=True):
+            mine.data.mul_(0.9).add_(p.data, alpha=0.1)
+
+    def loss_fn(m, b):
+        return cross_entropy(m, b) + F.mse_loss(m(b["x"]), teacher(b["x"]))
+
+    return {"loss_fn": loss_fn, "body": body}
+
+
+@said("the body of the loop over ctx.steps changes deep")
+def last_layer_of_a_teacher(model, optimizer):
+    """the same of its last layer only"""
+    deep = nn.Sequential(*(nn.Linear(16, 16) for _ in range(9)), nn.Linear(16, 4))
+
+    def body(step):
+        with torch.no_grad():
+            deep[-1].bias.mul_(0.9)
+
+    def loss_fn(m, b):
+        return cross_entropy(m, b) + F.mse_loss(m(b["x"]), deep(b["x"]).detach())
+
+    return {"loss_fn": loss_fn, "body": body}
+
+
+@said("the body of the loop over ctx.steps changes shadow")
+def large_container(model, optimizer):
+    """a large container whose items the body replaces, not passed as `state=`"""
+    shadow = {number: torch.zeros(4) for number in range(100)}
+
+    def body(step):
+        for number in shadow:
+            shadow[number] = shadow[number] + 0.1
+
+    def loss_fn(m, b):
+        return cross_entropy(m, b) + sum(shadow.values()).sum()
+
+    return {"loss_fn": loss_fn, "body": body}
+
+
+class _Centered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4))
+
+    def forward(self, outputs):
+        self.center = 0.9 * self.center + 0.1 * outputs.detach().mean(0)
+        return outputs
+
+
+@said("criterion.center changes with each micro-batch")
+def buffer_of_a_criterion(ctx):
+    """a buffer that the loss writes, of a module that is not the model, and that changes nothing
+    yet"""
+    criterion = _Centered()
+    run(ctx, lambda m, b: F.cross_entropy(criterion(m(b["x"])), b["y"]))
+
+
+@said("loss_fn.seen changes with each micro-batch")
+def values_of_a_partial(ctx):
+    """values that `functools.partial` gives the loss, written there, and that change nothing yet"""
+
+    def loss_fn(m, b, seen):
+        seen.add_(1)
+        return cross_entropy(m, b)
+
+    run(ctx, functools.partial(loss_fn, seen=torch.zeros(1)))
+
+
+@said("factors changes with each micro-batch")
+def generator_in_the_loss(ctx):
+    """`next(…)` of a Python generator in the loss, whose values are equal at first"""
+    factors = (1.0 if number < 20 else 1.5 for number in range(1_000_000))
+    run(ctx, lambda m, b: cross_entropy(m, b) * next(factors))
+
+
+@said("gives another value to optimizer")
+def another_optimizer(ctx):
+    """`optimizer = …` in the body"""
+    model = classifier()
+    optimizer = adamw(model)
+    for step in ctx.steps(model, optimizer, cross_entropy):
+        if step.number == 2:
+            optimizer = torch.optim.ASGD(model.parameters())
+        hold(ctx, step)
+
+
+@refused(LoopError, "To keep parameters as they are in a step, set their requires_grad to False")
+def drops_some_gradients(model, optimizer):
+    """`p.grad = None` of some parameters in the body"""
+
+    def body(step):
+        model[0].weight.grad = None
+
+    return {"body": body}
 
 
 class Momentum(torch.optim.SGD):

@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import math
+import operator
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -25,7 +26,9 @@ from elastic_dp.distributed.local_shards import local_of
 from elastic_dp.train.state.held_values import is_registered, state_of
 from elastic_dp.train.state.tensor_digests import digest_of
 
-MOST = 64  # items of a container or an object; only the length of a larger container is compared
+MOST = 64  # items of a container or an object
+_OF_LARGER = 8  # the first items of a larger container, and its length
+_SAMPLED = 4096  # elements of a larger tensor in the memory of the host
 PLAIN = (bool, int, float, complex, str, bytes, types.NoneType)
 _DEEPEST = 2  # containers within containers
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
@@ -39,9 +42,10 @@ def _nothing(name: str, value: Any) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Look:
-    """How closely values are compared. `nbytes`: arrays and tensors with more bytes, and tensors on
-    a device, are compared by version, not by content. `without`: the identities of values that are
-    not compared. `others`: yields facts about values of other kinds."""
+    """How closely values are compared. `nbytes`: arrays with more bytes are not compared; tensors
+    with more, and tensors on a device, by version and place, and by their first elements where the
+    host has them. `without`: the identities of values that are not compared. `others`: yields facts
+    about values of other kinds."""
 
     nbytes: float = math.inf
     without: Collection[int] = ()
@@ -69,10 +73,18 @@ class Look:
             case dict() | list() | tuple() | set() | frozenset() | deque():
                 yield f"len({name})", repr(len(value))
                 is_set = isinstance(value, set | frozenset)
-                if len(value) <= MOST and depth < _DEEPEST and not is_set:
-                    items: Any = value.items() if isinstance(value, dict) else enumerate([*value])
-                    for key, one in [*items]:
+                if depth < _DEEPEST and not is_set:
+                    items: Any = value.items() if isinstance(value, dict) else enumerate(value)
+                    most = MOST if len(value) <= MOST else _OF_LARGER
+                    for key, one in [*itertools.islice(items, most)]:
                         yield from self._facts(f"{name}[{key!r}]", one, depth + 1)
+            case types.GeneratorType():
+                if value.gi_frame and not value.gi_running:
+                    held = self.facts_of("", [*value.gi_frame.f_locals.values()])
+                    yield name, f"#{value.gi_frame.f_lasti} {held}"
+            case Iterator() if type(value).__module__ in ("builtins", "itertools"):
+                if (left := operator.length_hint(value, -1)) >= 0:
+                    yield name, f"#{left}"
             case _:
                 yield from self.others(name, value)
 
@@ -84,7 +96,7 @@ class Look:
         if near or (dense and whole):
             yield name, f"#{tensor.dtype} {tuple(tensor.shape)} {digest_of([tensor])}"
         elif not whole and not tensor.is_inference():
-            yield name, f"#{id(tensor)} {tensor._version}"
+            yield name, f"#{id(tensor)} {tensor._version} {_written_past_versions(tensor)}"
 
 
 def facts_of(name: str, value: Any) -> Facts:
@@ -110,23 +122,29 @@ def attributes_of(model: nn.Module, loss_fn: Any) -> Facts:
             facts |= facts_of(f"model.{prefix}.{key}".replace("..", "."), value)
     for name, p in model.named_parameters():
         facts[f"model.{name}.requires_grad"] = repr(p.requires_grad)
-    ours = {id(module) for module in model.modules()}
+    ours = {id(one) for one in (*model.modules(), *model.buffers())}
     for name, value in variables_of(loss_fn).items():
         facts |= facts_of(name, value)
         if not isinstance(value, type | types.ModuleType | types.FunctionType):
             held = attributes(value) if id(value) not in ours else {}
+            if isinstance(value, nn.Module):
+                held |= {key: one for key, one in value.named_buffers() if id(one) not in ours}
             for key, one in [*held.items()][:MOST]:
                 facts |= facts_of(f"{name}.{key}", one)
     return facts
 
 
 def variables_of(function: Any) -> Mapping[str, Any]:
-    """Returns the variables that a function, such as the loss function, reaches by name."""
+    """Returns the variables that a function, such as the loss function, reaches by name, and those
+    that `functools.partial` gives it."""
+    given: dict[str, Any] = {}
     while isinstance(function, functools.partial):
+        given |= {f"loss_fn.{key}": one for key, one in function.keywords.items()}
+        given |= {f"loss_fn.args[{n}]": one for n, one in enumerate(function.args)}
         function = function.func
     owner = getattr(function, "__self__", function)  # the object of a method
     held = {} if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {})
-    own = {f"loss_fn.{name}": value for name, value in held.items()}
+    own = given | {f"loss_fn.{name}": value for name, value in held.items()}
     try:
         found = inspect.getclosurevars(inspect.unwrap(function))
     except (TypeError, ValueError):  # not a Python function; a variable without a value
@@ -143,6 +161,16 @@ def with_values(name: str, one: str | None, other: str | None) -> str:
 def listed(names: list[str], most: int) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def _written_past_versions(tensor: torch.Tensor) -> str:
+    """Returns what shows `t.data.mul_(…)` and `t.data = …`, which raise no version: the place, and
+    a digest of the first elements if the host has them."""
+    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
+        return ""
+    near = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_quantized
+    first = digest_of([tensor.detach().view(-1)[:_SAMPLED]]) if near else ""
+    return f"{tensor.data_ptr()} {first}"
 
 
 def _digest(*parts: bytes) -> str:

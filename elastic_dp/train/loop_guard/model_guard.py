@@ -51,7 +51,7 @@ class ModelGuard:
         self._bodies = 0
         self._versions: list[int] = []
         self._of_leaves: list[int] | None = None  # as the first loss function found them
-        self._has_gone_gradients = False
+        self._gone: list[tuple[str, nn.Parameter]] = []  # those whose gradients are not None
         self._first: Any = None  # what is compared around the first body
         self._model = model
         self._modules = {module: name for name, module in model.named_modules()}
@@ -79,20 +79,28 @@ class ModelGuard:
         self._first = self._all_values() if self._bodies == 1 else None
         self._size = len(self._optimizer.state)
         self._watching = True
-        for p in self._parameters if self._bodies == 1 and not self._sharded else ():
+        named = zip(self._names, self._parameters, strict=True)
+        for name, p in named if self._bodies == 1 and not self._sharded else ():
             if type(p) is nn.Parameter and p.grad is None and p.layout is torch.strided:
                 p.grad = _GoneGradient.of(p)
-                self._has_gone_gradients = True
+                self._gone.append((name, p))
 
     def check(self) -> None:
         """Checks the state at the end of the body. Raises LoopError."""
         if not self._watching:
             return
         self._watching = False
-        for p in self._parameters if self._has_gone_gradients else ():
+        dropped = self._dropped_gradient()
+        for _, p in self._gone:
             if type(p.grad) is _GoneGradient:
                 p.grad = None
-        self._has_gone_gradients = False
+        self._gone = []
+        if dropped is not None:
+            raise LoopError(
+                "the body of the loop over ctx.steps set the gradients of some parameters to None, "
+                f"that of model.{dropped} among them: when a body begins, the step has been made. "
+                "To keep parameters as they are in a step, set their requires_grad to False before"
+            )
         if _groups(self._optimizer) != self._groups:
             raise LoopError(
                 "the body of the loop over ctx.steps changed which parameters the optimizer "
@@ -163,11 +171,21 @@ class ModelGuard:
 
     # ------------------------------------------------------------------------------ private
 
+    def _dropped_gradient(self) -> str | None:
+        """Returns a parameter whose gradient the body has set to None, where another one of its
+        group has it still: so this was no `zero_grad`."""
+        names = {id(p): name for name, p in self._gone if p.requires_grad}
+        for group in self._optimizer.param_groups if names else ():
+            here = [p for p in group["params"] if id(p) in names]
+            gone = [names[id(p)] for p in here if p.grad is None]
+            if 0 < len(gone) < len(here):
+                return gone[0]
+        return None
+
     def _all_values(self) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for name, p in zip(self._names, self._parameters, strict=True):
-            if p.device.type == "cpu":  # else the host would wait for the device
-                values[repr(name)] = digest_of([p])
+            values[repr(name)] = digest_of([p])
             values[f"the optimizer's state of {name!r}"] = tuple(
                 (key, id(value), value._version if isinstance(value, torch.Tensor) else 0)
                 for key, value in self._optimizer.state.get(p, {}).items()

@@ -25,13 +25,11 @@ import bisect
 import contextlib
 import dis
 import inspect
-import itertools
-import operator
 import re
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,11 +53,12 @@ from elastic_dp.train.exactness.facts import (
 from elastic_dp.train.state.module_buffers import ModuleBuffers, changed_by_body
 from elastic_dp.train.state.train_state import TrainState
 
-_TENSORS = 8  # of a module
+_TENSORS = 8  # of a module whose values are looked at
 _NAMED = 8  # variables in one warning
 _NBYTES = 65_536  # of arrays and tensors whose content is compared
 _OUTSIDE = "elastic_dp.train.train_function"  # calls the train function
 _MODULE, _USED = "#module", "!"  # begin facts about a module, and about what a body must not use
+_GIVEN = "#given"  # the fact about a variable that has what ctx.steps was given
 
 
 class VariablesGuard:
@@ -81,6 +80,7 @@ class VariablesGuard:
                 inner = value.modules() if isinstance(value, nn.Module) else ()
                 ids |= {id(value), *map(id, inner)}
         self._passed, self._installed = ids, list[Any]()
+        self._given = {id(one) for one in (model, scheduler, *self._optimizers) if one is not None}
         self._look = Look(_NBYTES, ids, self._of_others)
         self._loss, self._delays = loss_fn, state.previous is not None
         self._root = ""  # the package of the train function
@@ -170,6 +170,15 @@ class VariablesGuard:
                     raise _changes_while_delayed(name, "was changed by the body")
         if new:
             warn(_warning(new))
+        rebound = {n for n, fact in before.items() if fact == _GIVEN and now.get(n) != _GIVEN}
+        if rebound := rebound - self._named:
+            self._named |= rebound
+            warn(
+                "WARNING: the body of the loop over ctx.steps gives another value to "
+                f"{listed(sorted(rebound), _NAMED)}. The loop goes on with what ctx.steps was "
+                "given. Change that one: the lr of a parameter group, load_state_dict of a model "
+                "before the loop"
+            )
 
     def _facts(self) -> Facts:
         facts: Facts = {}
@@ -181,6 +190,7 @@ class VariablesGuard:
         for name, value in [*variables_of(self._loss).items(), *variables]:
             if name not in self._named and not (passed and name.startswith("loss_fn.")):
                 facts |= self._facts_of(name, value)
+        facts |= {name: _GIVEN for name, value in variables if id(value) in self._given}
         return facts
 
     def _variables(self) -> Iterator[tuple[str, Any]]:
@@ -202,7 +212,7 @@ class VariablesGuard:
                 continue
             held = user.f_locals
             if code not in self._compared:
-                self._compared[code] = _Compared.of(user)
+                self._compared[code] = _Compared.of(user, self._given)
             compared = self._compared[code]
             yield from ((name, held[name]) for name in compared.present if name in held)
             yield from ((name, held.get(name)) for name in compared.made)
@@ -237,18 +247,13 @@ class VariablesGuard:
                     yield name, f"{_USED}{type(value).__name__} {value.last_epoch}"
             case nn.Module():
                 if not any(id(one) in self._passed for one in value.modules()):
-                    tensors = itertools.chain(value.parameters(), value.buffers())
-                    some = [t for t in itertools.islice(tensors, _TENSORS) if not t.is_inference()]
-                    own = {key: x for key, x in attributes(value).items() if key != "training"}
-                    versions = [(id(t), t._version) for t in some]
-                    yield name, f"{_MODULE} {id(value)} {versions} {self._look.facts_of('', own)}"
-            case types.GeneratorType():
-                if value.gi_frame and not value.gi_running:
-                    held = self._look.facts_of("", [*value.gi_frame.f_locals.values()])
-                    yield name, f"#{value.gi_frame.f_lasti} {held}"
-            case Iterator() if type(value).__module__ in ("builtins", "itertools"):
-                if (left := operator.length_hint(value, -1)) >= 0:
-                    yield name, f"#{left}"
+                    tensors = [*value.parameters(), *value.buffers()]
+                    seen = [(id(t), t._version) for t in tensors if not t.is_inference()]
+                    some = tensors[:: max(1, len(tensors) // _TENSORS)]
+                    own = {f"tensor {n}": one for n, one in enumerate(some)} | attributes(value)
+                    own.pop("training", None)
+                    facts = [self._look.facts_of(key, one) for key, one in own.items()]
+                    yield name, f"{_MODULE} {id(value)} {seen} {facts}"
 
 
 def _variable(name: str) -> str:
@@ -270,10 +275,11 @@ def _is_clock(fact: str, clocks: list[tuple[float, float]]) -> bool:
 def _warning(changed: Mapping[str, str]) -> str:
     name, fact = next(iter(changed.items()))
     of_model = name.startswith("model.")
-    name = re.split(r"\W", name)[0]
+    path = re.split(r"[^\w.]", name)[0]
+    name = path.rpartition(".")[2]  # an attribute: its object may be no value that travels
     remedy = f"c = ctx.carry({name}=…) before the loop, c.{name} in it"
     if fact.startswith(_MODULE):
-        remedy = f'state={{"{name}": {name}}} of ctx.steps'
+        remedy = f'state={{"{name}": {path}}} of ctx.steps'
     if of_model:
         remedy = "make it a buffer"
     names = listed([*changed], _NAMED)
@@ -326,19 +332,20 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Compared:
-    """What is compared of a frame. `present`: variables that exist when the first body begins and
-    are read later. `made`: those that a body makes, and a later one may read first."""
+    """What is compared of a frame. `present`: variables that exist when the first body begins, and
+    are read later or have what ctx.steps was given. `made`: those that a body makes, and a later
+    one may read first."""
 
     present: Sequence[str]
     made: Sequence[str]
     globals: Sequence[str]
 
     @classmethod
-    def of(cls, frame: types.FrameType) -> _Compared:
+    def of(cls, frame: types.FrameType, given: Collection[int]) -> _Compared:
         code, held = frame.f_code, frame.f_locals
         read = _read_from(code, frame.f_lasti, leaves=True)
         read |= {*code.co_cellvars, *code.co_freevars}  # functions read these
-        present = [name for name in held if name in read]
+        present = [name for name, one in held.items() if name in read or id(one) in given]
         targets = [*_loop_targets(code, frame.f_lasti)]
         made = sorted(_read_from(code, frame.f_lasti) - {*held, *targets})
         return cls([*dict.fromkeys(present + targets)], made, _globals_of(code, frame.f_globals))
