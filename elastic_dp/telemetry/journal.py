@@ -217,17 +217,23 @@ class Journal:
         else:
             self._patiently(lambda: os.makedirs(folder, exist_ok=True))
             files = {name: _LocalFile(f"{folder}/{name}.jsonl") for name in JOURNAL_FILES}
+
+        def write() -> float:
+            """Returns how long it took, without attempts that failed."""
+            began = time.monotonic()
+            for each in files.values():
+                each.write()
+            return time.monotonic() - began
+
         lines: list[tuple[str, str] | None] = []  # a reader finds both files, whatever comes
         while True:
             for file, line in filter(None, lines):
                 files[file].add(line)
-            began = time.monotonic()
-            for each in files.values():
-                self._patiently(each.write)
+            took_s = self._patiently(write)
             if None in lines:
                 return
             if folder is None and lines:
-                self._closing.wait(max(_PAUSE_S, 20 * (time.monotonic() - began)))
+                self._closing.wait(max(_PAUSE_S, 20 * took_s))
             lines = take_all(self._queue)
 
 

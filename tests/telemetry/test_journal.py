@@ -164,6 +164,21 @@ def test_a_store_that_is_away_at_the_start_loses_nothing(monkeypatch, takes_over
     assert said(read_events(url)) == ["earlier", "later", 1]
 
 
+def test_a_store_that_was_away_is_written_to_as_before(monkeypatch):
+    """The pause between two writes grows with how long one takes, not with how long none does."""
+    url = f"memory://{uuid.uuid4()}"
+    journal = Journal(url)
+    wait = journal._closing.wait
+    pauses: list[float] = []
+    monkeypatch.setattr(journal._closing, "wait", lambda s: pauses.append(s) or wait(min(s, 0.01)))
+    away = Away(monkeypatch, times=100)  # more than a second
+    for text in ("meanwhile", "later"):
+        journal.command(Explain(text))
+        eventually(lambda text=text: text in said(read_events(url)) if away.left <= 0 else False)
+    journal.close()
+    assert max(pauses) < 10
+
+
 def test_a_journal_is_closed_where_the_store_stays_away(monkeypatch):
     Away(monkeypatch, times=10**9)
     journal = Journal(f"memory://{uuid.uuid4()}")

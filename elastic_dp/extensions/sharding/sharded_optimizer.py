@@ -69,9 +69,9 @@ from elastic_dp.train.state.state_payload import from_vector, tensor_slot, to_ve
 from elastic_dp.train.state.train_state import OptimizerHolders
 
 ALL_HOLD = 2  # up to so many members, each holds everything
-# Of parameters that are updated together, or one piece: there are copies of them, and torch's
-# optimizers may make temporary tensors for all of them. A device is given its work in few large
-# pieces.
+# Of parameters of which there are copies at a time, or one piece. A device is given its work in few
+# large pieces, in place, too: torch's optimizers make temporary tensors for all that they update
+# together there.
 UPDATED_BYTES, UPDATED_BYTES_ON_DEVICE = 1 << 20, 64 << 20
 # Of parameters: what a member sends in one step for backups, at least; and the part of their bytes
 # that it sends, if that is more.
@@ -334,7 +334,8 @@ class ShardedOptimizer(OptimizerHolders):
     @torch.no_grad()
     def _update_in_place(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Updates these pieces, which this member holds, and their state."""
-        for some in self._chunks(gradients):
+        on_device = accelerator_of(self._device).asynchronous  # see UPDATED_BYTES
+        for some in self._chunks(gradients) if on_device else [gradients]:
             of_some = {n: gradients[n] for n in some}
             self._updates.run({n: self._of_piece(n) for n in some}, of_some, self.held)
 

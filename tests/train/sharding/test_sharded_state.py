@@ -465,7 +465,7 @@ def test_parameters_are_gathered_in_parts_of_a_limited_size(monkeypatch):
     check_equal(members, plain_after(1))
 
 
-def test_few_pieces_are_updated_together(monkeypatch):
+def test_few_pieces_are_copied_and_updated_together(monkeypatch):
     """There are copies of them before the commit. A step that is not committed needs no second
     state."""
     updated, run = [], PieceUpdates.run
@@ -479,8 +479,8 @@ def test_few_pieces_are_updated_together(monkeypatch):
     members = four()
     enter(members, lambda member: member.attempt(commits=False))
     assert len(updated) > 4 * 2
-    enter(members, Member.attempt)
     assert max(updated) < 2048 + gradient_units.UNIT_BYTES
+    enter(members, Member.attempt)
     check_equal(members, plain_after(1))
 
 
