@@ -50,12 +50,11 @@ class FakeRowGroups:
         self.reads = []
         self.memory = []  # of each read
         self.live_bytes = self.peak_bytes = 0
-        self.closed = False
+        self.reading = 0  # by how many threads
         self._lock = threading.RLock()  # arrays may be freed by whoever holds it
 
     def read(self, row_group):
-        assert not self.closed
-        self._count(int(self.nbytes[row_group]))
+        self._count(int(self.nbytes[row_group]), 1)
         try:
             self.reads.append(row_group)
             self.before(row_group)
@@ -70,6 +69,8 @@ class FakeRowGroups:
         except Exception:
             self._count(-int(self.nbytes[row_group]))
             raise
+        finally:
+            self._count(0, -1)
         weakref.finalize(owner, self._count, -int(self.nbytes[row_group]))
         self.memory.append(range(memory.address, memory.address + memory.size))
         tokens.flags.writeable = not self.mapped
@@ -84,13 +85,14 @@ class FakeRowGroups:
         )
 
     def close(self):
-        self.closed = True
+        assert not self.reading, "closed while a thread reads"
 
     @property
     def reading_bytes(self):
         return self.nbytes
 
-    def _count(self, nbytes):
+    def _count(self, nbytes, reading=0):
         with self._lock:
+            self.reading += reading
             self.live_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
