@@ -692,7 +692,7 @@ def generator_in_the_loss(ctx):
     run(ctx, lambda m, b: cross_entropy(m, b) * next(factors))
 
 
-@said("gives another value to optimizer")
+@said("gives another optimizer to optimizer")
 def another_optimizer(ctx):
     """`optimizer = …` in the body"""
     model = classifier()
@@ -703,7 +703,7 @@ def another_optimizer(ctx):
         hold(ctx, step)
 
 
-@refused(LoopError, "To keep parameters as they are in a step, set their requires_grad to False")
+@said("sets the gradients of some parameters to None, that of model.0.weight among them")
 def drops_some_gradients(model, optimizer):
     """`p.grad = None` of some parameters in the body"""
 

@@ -4,6 +4,7 @@ thread of the user may change a container meanwhile, so a copy of it is looked a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -43,8 +44,8 @@ def _nothing(name: str, value: Any) -> Iterator[tuple[str, str]]:
 @dataclass(frozen=True)
 class Look:
     """How closely values are compared. `nbytes`: arrays with more bytes are not compared; tensors
-    with more, and tensors on a device, by version and place, and by their first elements where the
-    host has them. `without`: the identities of values that are not compared. `others`: yields facts
+    with more, and tensors on a device, by version, and by their first elements if the host has
+    them. `without`: the identities of values that are not compared. `others`: yields facts
     about values of other kinds."""
 
     nbytes: float = math.inf
@@ -72,15 +73,14 @@ class Look:
                 yield name, text if len(text) < 100 else _digest(text.encode())
             case dict() | list() | tuple() | set() | frozenset() | deque():
                 yield f"len({name})", repr(len(value))
-                is_set = isinstance(value, set | frozenset)
-                if depth < _DEEPEST and not is_set:
-                    items: Any = value.items() if isinstance(value, dict) else enumerate(value)
-                    most = MOST if len(value) <= MOST else _OF_LARGER
-                    for key, one in [*itertools.islice(items, most)]:
-                        yield from self._facts(f"{name}[{key!r}]", one, depth + 1)
-            case types.GeneratorType():
+                if depth < _DEEPEST and not isinstance(value, set | frozenset):
+                    deeper = depth + 1 if len(value) <= MOST else _DEEPEST
+                    for n, (key, one) in enumerate(_first_items(value)):
+                        shown = repr(key) if type(key) in PLAIN else n
+                        yield from self._facts(f"{name}[{shown}]", one, deeper)
+            case types.GeneratorType() if depth < _DEEPEST:
                 if value.gi_frame and not value.gi_running:
-                    held = self.facts_of("", [*value.gi_frame.f_locals.values()])
+                    held = dict(self._facts("", [*value.gi_frame.f_locals.values()], depth + 1))
                     yield name, f"#{value.gi_frame.f_lasti} {held}"
             case Iterator() if type(value).__module__ in ("builtins", "itertools"):
                 if (left := operator.length_hint(value, -1)) >= 0:
@@ -90,13 +90,15 @@ class Look:
 
     def _of_tensor(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, str]]:
         whole = self.nbytes == math.inf
-        dense = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
+        odd = tensor.is_meta or tensor.is_quantized or tensor.is_nested
+        dense = tensor.layout is torch.strided and not odd
         plain = type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_complex()
         near = dense and plain and tensor.device.type == "cpu" and tensor.nbytes <= self.nbytes
         if near or (dense and whole):
-            yield name, f"#{tensor.dtype} {tuple(tensor.shape)} {digest_of([tensor])}"
+            own = tensor.detach().resolve_conj().resolve_neg()
+            yield name, f"#{tensor.dtype} {tuple(tensor.shape)} {digest_of([own])}"
         elif not whole and not tensor.is_inference():
-            yield name, f"#{id(tensor)} {tensor._version} {_written_past_versions(tensor)}"
+            yield name, f"#{id(tensor)} {tensor._version} {_first_elements(tensor)}"
 
 
 def facts_of(name: str, value: Any) -> Facts:
@@ -163,14 +165,28 @@ def listed(names: list[str], most: int) -> str:
     return ", ".join(names[:most]) + more
 
 
-def _written_past_versions(tensor: torch.Tensor) -> str:
-    """Returns what shows `t.data.mul_(…)` and `t.data = …`, which raise no version: the place, and
-    a digest of the first elements if the host has them."""
-    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
+def _first_items(value: Any) -> list[tuple[Any, Any]]:
+    """Returns the items of a small container, or the first ones of a larger one, by key. Another
+    thread may change it meanwhile: a small one is copied at once."""
+    if len(value) <= MOST:
+        return [*value.items()] if isinstance(value, dict) else [*enumerate([*value])]
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    with contextlib.suppress(RuntimeError):  # it changed
+        return [*itertools.islice(items, _OF_LARGER)]
+    return []
+
+
+def _first_elements(tensor: torch.Tensor) -> str:
+    """Returns a digest of the first elements, if the host has them: `t.data.mul_(…)` raises no
+    version."""
+    plain = tensor.layout is torch.strided and type(tensor) in (torch.Tensor, nn.Parameter)
+    view = tensor.is_conj() or tensor.is_neg() or tensor.is_nested or tensor.is_quantized
+    if not plain or view or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return ""
-    near = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_quantized
-    first = digest_of([tensor.detach().view(-1)[:_SAMPLED]]) if near else ""
-    return f"{tensor.data_ptr()} {first}"
+    end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    if tensor.untyped_storage().nbytes() < end:  # it was freed
+        return ""
+    return digest_of([tensor.detach().view(-1)[:_SAMPLED]])
 
 
 def _digest(*parts: bytes) -> str:

@@ -52,6 +52,7 @@ class ModelGuard:
         self._versions: list[int] = []
         self._of_leaves: list[int] | None = None  # as the first loss function found them
         self._gone: list[tuple[str, nn.Parameter]] = []  # those whose gradients are not None
+        self.dropped: str | None = None  # one of them that the last body has set to None
         self._first: Any = None  # what is compared around the first body
         self._model = model
         self._modules = {module: name for name, module in model.named_modules()}
@@ -90,17 +91,11 @@ class ModelGuard:
         if not self._watching:
             return
         self._watching = False
-        dropped = self._dropped_gradient()
+        self.dropped = self._dropped_gradient()
         for _, p in self._gone:
             if type(p.grad) is _GoneGradient:
                 p.grad = None
         self._gone = []
-        if dropped is not None:
-            raise LoopError(
-                "the body of the loop over ctx.steps set the gradients of some parameters to None, "
-                f"that of model.{dropped} among them: when a body begins, the step has been made. "
-                "To keep parameters as they are in a step, set their requires_grad to False before"
-            )
         if _groups(self._optimizer) != self._groups:
             raise LoopError(
                 "the body of the loop over ctx.steps changed which parameters the optimizer "
@@ -185,7 +180,8 @@ class ModelGuard:
     def _all_values(self) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for name, p in zip(self._names, self._parameters, strict=True):
-            values[repr(name)] = digest_of([p])
+            if p.device.type == "cpu":  # else the host would wait for the device
+                values[repr(name)] = digest_of([p])
             values[f"the optimizer's state of {name!r}"] = tuple(
                 (key, id(value), value._version if isinstance(value, torch.Tensor) else 0)
                 for key, value in self._optimizer.state.get(p, {}).items()

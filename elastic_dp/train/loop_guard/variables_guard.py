@@ -29,9 +29,10 @@ import re
 import sys
 import time
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -58,7 +59,6 @@ _NAMED = 8  # variables in one warning
 _NBYTES = 65_536  # of arrays and tensors whose content is compared
 _OUTSIDE = "elastic_dp.train.train_function"  # calls the train function
 _MODULE, _USED = "#module", "!"  # begin facts about a module, and about what a body must not use
-_GIVEN = "#given"  # the fact about a variable that has what ctx.steps was given
 
 
 class VariablesGuard:
@@ -80,7 +80,8 @@ class VariablesGuard:
                 inner = value.modules() if isinstance(value, nn.Module) else ()
                 ids |= {id(value), *map(id, inner)}
         self._passed, self._installed = ids, list[Any]()
-        self._given = {id(one) for one in (model, scheduler, *self._optimizers) if one is not None}
+        self._bound: dict[str, torch.optim.Optimizer] = {}  # variables that have one
+        self._parts = weakref.WeakKeyDictionary[nn.Module, _Parts]()
         self._look = Look(_NBYTES, ids, self._of_others)
         self._loss, self._delays = loss_fn, state.previous is not None
         self._root = ""  # the package of the train function
@@ -119,6 +120,13 @@ class VariablesGuard:
     def body_ended(self, warn: Callable[[str], None]) -> None:
         """Checks the body that has ended. Passes warnings to `warn`. Raises LoopError."""
         self._body.check()
+        if dropped := self._body.dropped:
+            warn(
+                "WARNING: the body of the loop over ctx.steps sets the gradients of some "
+                f"parameters to None, that of model.{dropped} among them. It has no effect: when a "
+                "body begins, the step has been made. To keep parameters as they are in a step, "
+                "set their requires_grad to False before"
+            )
         if self._before is not None:
             self._compare(self._before, warn)
         written = self._buffers.written_outside()
@@ -140,6 +148,7 @@ class VariablesGuard:
 
     def _compare(self, before: Facts, warn: Callable[[str], None]) -> None:
         """Compares the variables at the end of a body with those `before`."""
+        bound = self._bound
         now, self._before = self._facts(), None
         if getattr(self._scheduler, "last_epoch", None) != self._epoch:
             raise LoopError(
@@ -170,14 +179,15 @@ class VariablesGuard:
                     raise _changes_while_delayed(name, "was changed by the body")
         if new:
             warn(_warning(new))
-        rebound = {n for n, fact in before.items() if fact == _GIVEN and now.get(n) != _GIVEN}
-        if rebound := rebound - self._named:
+        ours = {id(one) for one in self._optimizers}
+        others = {name for name, one in self._bound.items() if id(one) not in ours}
+        rebound = {n for n in others if id(bound.get(n)) in ours} - self._named
+        if rebound:
             self._named |= rebound
             warn(
-                "WARNING: the body of the loop over ctx.steps gives another value to "
-                f"{listed(sorted(rebound), _NAMED)}. The loop goes on with what ctx.steps was "
-                "given. Change that one: the lr of a parameter group, load_state_dict of a model "
-                "before the loop"
+                "WARNING: the body of the loop over ctx.steps gives another optimizer to "
+                f"{listed(sorted(rebound), _NAMED)}, and the loop goes on with the one that "
+                "ctx.steps was given. Set what changes in its parameter groups"
             )
 
     def _facts(self) -> Facts:
@@ -190,7 +200,7 @@ class VariablesGuard:
         for name, value in [*variables_of(self._loss).items(), *variables]:
             if name not in self._named and not (passed and name.startswith("loss_fn.")):
                 facts |= self._facts_of(name, value)
-        facts |= {name: _GIVEN for name, value in variables if id(value) in self._given}
+        self._bound = {n: one for n, one in variables if isinstance(one, torch.optim.Optimizer)}
         return facts
 
     def _variables(self) -> Iterator[tuple[str, Any]]:
@@ -212,7 +222,7 @@ class VariablesGuard:
                 continue
             held = user.f_locals
             if code not in self._compared:
-                self._compared[code] = _Compared.of(user, self._given)
+                self._compared[code] = _Compared.of(user)
             compared = self._compared[code]
             yield from ((name, held[name]) for name in compared.present if name in held)
             yield from ((name, held.get(name)) for name in compared.made)
@@ -237,6 +247,13 @@ class VariablesGuard:
         name = value.__name__ if isinstance(value, types.ModuleType) else kind.__module__ or ""
         return is_of_user(name, self._root)
 
+    def _parts_of(self, module: nn.Module) -> _Parts:
+        if module not in self._parts:
+            every = [*module.modules()]
+            tensors = [held for one in every for held in (one._parameters, one._buffers)]
+            self._parts[module] = _Parts([id(one) for one in every], tensors)
+        return self._parts[module]
+
     def _of_others(self, name: str, value: Any) -> Iterator[tuple[str, str]]:
         """Yields facts about what a body may use beside plain values; see `Look`."""
         match value:
@@ -246,14 +263,22 @@ class VariablesGuard:
                 if any(value.optimizer is one for one in self._optimizers):
                     yield name, f"{_USED}{type(value).__name__} {value.last_epoch}"
             case nn.Module():
-                if not any(id(one) in self._passed for one in value.modules()):
-                    tensors = [*value.parameters(), *value.buffers()]
-                    seen = [(id(t), t._version) for t in tensors if not t.is_inference()]
-                    some = tensors[:: max(1, len(tensors) // _TENSORS)]
+                parts = self._parts_of(value)
+                if not any(one in self._passed for one in parts.ids):
+                    held = [t for one in parts.tensors for t in one.values() if t is not None]
+                    seen = [(id(t), t._version) for t in held if not t.is_inference()]
+                    some = held[:: max(1, len(held) // _TENSORS)]
                     own = {f"tensor {n}": one for n, one in enumerate(some)} | attributes(value)
                     own.pop("training", None)
                     facts = [self._look.facts_of(key, one) for key, one in own.items()]
                     yield name, f"{_MODULE} {id(value)} {seen} {facts}"
+
+
+class _Parts(NamedTuple):
+    """The identities of a module and those that it has, and what they have tensors in."""
+
+    ids: Sequence[int]
+    tensors: Sequence[Mapping[str, torch.Tensor | None]]
 
 
 def _variable(name: str) -> str:
@@ -333,19 +358,20 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 @dataclass(frozen=True)
 class _Compared:
     """What is compared of a frame. `present`: variables that exist when the first body begins, and
-    are read later or have what ctx.steps was given. `made`: those that a body makes, and a later
-    one may read first."""
+    are read later or have an optimizer. `made`: those that a body makes, and a later one may read
+    first."""
 
     present: Sequence[str]
     made: Sequence[str]
     globals: Sequence[str]
 
     @classmethod
-    def of(cls, frame: types.FrameType, given: Collection[int]) -> _Compared:
+    def of(cls, frame: types.FrameType) -> _Compared:
         code, held = frame.f_code, frame.f_locals
         read = _read_from(code, frame.f_lasti, leaves=True)
         read |= {*code.co_cellvars, *code.co_freevars}  # functions read these
-        present = [name for name, one in held.items() if name in read or id(one) in given]
+        optimizer = torch.optim.Optimizer
+        present = [n for n, one in held.items() if n in read or isinstance(one, optimizer)]
         targets = [*_loop_targets(code, frame.f_lasti)]
         made = sorted(_read_from(code, frame.f_lasti) - {*held, *targets})
         return cls([*dict.fromkeys(present + targets)], made, _globals_of(code, frame.f_globals))

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections import deque
 
 import numpy as np
 import pytest
@@ -205,3 +206,51 @@ def test_containers_may_change_while_they_are_looked_at():
     look = Look(others=changes)
     assert look.facts_of("d", values[0]) == {"len(d)": "2", "d['next']": "1"}
     assert look.facts_of("l", values[1])["l[1]"] == "1"
+
+
+class WithoutText:
+    """A key of a dict whose text takes long, as that of a tensor on a device."""
+
+    def __repr__(self):
+        raise AssertionError("asked for")
+
+
+def freed():
+    one = torch.ones(100_000)
+    one.untyped_storage().resize_(0)
+    return one
+
+
+def itself():
+    held = [None]
+    held[0] = (one for one in held)
+    return held[0]
+
+
+ODD = {
+    "conj": lambda: torch.ones(10, dtype=torch.complex64).conj(),
+    "negative": lambda: torch.ones(10, dtype=torch.complex64).conj().imag,
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "freed": freed,
+    "expanded": lambda: torch.ones(1).expand(100_000),
+    "meta": lambda: torch.ones(100_000, device="meta"),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "itself": itself,
+    "key without a text": lambda: {WithoutText(): 1},
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", ODD)
+def test_odd_values_are_looked_at_without_an_error(name):
+    for nbytes in (8, 1 << 16):  # as around a body, and more
+        facts = Look(nbytes=nbytes).facts_of("x", ODD[name]())
+        assert all(fact.startswith(("x", "len(x")) for fact in facts)
+
+
+def test_of_a_large_container_the_first_items_are_looked_at_and_nothing_deeper():
+    large = {number: [number] for number in range(1000)}
+    facts = facts_of("x", large)
+    assert facts["len(x)"] == "1000" and facts["len(x[0])"] == "1" and "x[0][0]" not in facts
+    assert len(facts) < 10
+    assert facts_of("x", deque(range(1000)))["x[3]"] == "3"
