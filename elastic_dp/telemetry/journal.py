@@ -219,7 +219,7 @@ class Journal:
             files = {name: _LocalFile(f"{folder}/{name}.jsonl") for name in JOURNAL_FILES}
 
         def write() -> float:
-            """Returns how long it took, without attempts that failed."""
+            """Return how long it took, without attempts that failed."""
             began = time.monotonic()
             for each in files.values():
                 each.write()
@@ -283,7 +283,7 @@ class _Segment:
         self._rest.append(line.encode() + b"\n")
 
     def write(self) -> None:
-        """Writes all lines. Those that the store does not take stay."""
+        """Write all lines. Those that the store does not take stay."""
         while self._rest:
             if not self._number:
                 before = segments(self._store, self._file)

@@ -76,7 +76,7 @@ class Look:
                 if depth < _DEEPEST and not isinstance(value, set | frozenset):
                     deeper = depth + 1 if len(value) <= MOST else _DEEPEST
                     for n, (key, one) in enumerate(_first_items(value)):
-                        shown = repr(key) if type(key) in PLAIN else n
+                        shown = repr(key) if type(key) in PLAIN else f"#{n}"
                         yield from self._facts(f"{name}[{shown}]", one, deeper)
             case types.GeneratorType() if depth < _DEEPEST:
                 if value.gi_frame and not value.gi_running:
@@ -92,13 +92,15 @@ class Look:
         whole = self.nbytes == math.inf
         odd = tensor.is_meta or tensor.is_quantized or tensor.is_nested
         dense = tensor.layout is torch.strided and not odd
-        plain = type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_complex()
-        near = dense and plain and tensor.device.type == "cpu" and tensor.nbytes <= self.nbytes
+        plain = type(tensor) in (torch.Tensor, nn.Parameter)
+        on_host = dense and plain and tensor.device.type == "cpu"
+        near = on_host and not tensor.is_complex() and tensor.nbytes <= self.nbytes
         if near or (dense and whole):
             own = tensor.detach().resolve_conj().resolve_neg()
             yield name, f"#{tensor.dtype} {tuple(tensor.shape)} {digest_of([own])}"
         elif not whole and not tensor.is_inference():
-            yield name, f"#{id(tensor)} {tensor._version} {_first_elements(tensor)}"
+            first = _first_elements(tensor) if on_host else ""
+            yield name, f"#{id(tensor)} {tensor._version} {first}"
 
 
 def facts_of(name: str, value: Any) -> Facts:
@@ -177,14 +179,11 @@ def _first_items(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _first_elements(tensor: torch.Tensor) -> str:
-    """Returns a digest of the first elements, if the host has them: `t.data.mul_(…)` raises no
-    version."""
-    plain = tensor.layout is torch.strided and type(tensor) in (torch.Tensor, nn.Parameter)
-    view = tensor.is_conj() or tensor.is_neg() or tensor.is_nested or tensor.is_quantized
-    if not plain or view or tensor.device.type != "cpu" or not tensor.is_contiguous():
-        return ""
+    """Returns a digest of the first elements of a tensor in the memory of the host:
+    `t.data.mul_(…)` raises no version. Empty where they do not lie one after the other."""
     end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-    if tensor.untyped_storage().nbytes() < end:  # it was freed
+    is_freed = tensor.untyped_storage().nbytes() < end
+    if is_freed or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return ""
     return digest_of([tensor.detach().view(-1)[:_SAMPLED]])
 

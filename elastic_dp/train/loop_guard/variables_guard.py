@@ -181,8 +181,7 @@ class VariablesGuard:
             warn(_warning(new))
         ours = {id(one) for one in self._optimizers}
         others = {name for name, one in self._bound.items() if id(one) not in ours}
-        rebound = {n for n in others if id(bound.get(n)) in ours} - self._named
-        if rebound:
+        if rebound := {name for name in others if id(bound.get(name)) in ours} - self._named:
             self._named |= rebound
             warn(
                 "WARNING: the body of the loop over ctx.steps gives another optimizer to "

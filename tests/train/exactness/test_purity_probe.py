@@ -248,6 +248,10 @@ def test_odd_values_are_looked_at_without_an_error(name):
         assert all(fact.startswith(("x", "len(x")) for fact in facts)
 
 
+def test_items_by_other_keys_than_plain_values_are_told_apart():
+    assert {"x['#1']", "x[#1]", "x[1]"} <= {*facts_of("x", {1: 1, WithoutText(): 2, "#1": 3})}
+
+
 def test_of_a_large_container_the_first_items_are_looked_at_and_nothing_deeper():
     large = {number: [number] for number in range(1000)}
     facts = facts_of("x", large)
