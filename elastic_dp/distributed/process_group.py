@@ -465,8 +465,9 @@ def use_interface(address: str | None) -> None:
 def prove(backend: Any, secret: bytes, name: str, *, rank: int, world_size: int) -> None:
     """Has each two members prove the secret to each other, on the connection that they will use. No
     two groups have the same `name`, so a proof is never used again. A process that listens in on a
-    connection cannot reuse a proof: the receiver has already accepted the sender's. Raises
-    ConnectionError."""
+    connection cannot reuse a proof: the receiver has already accepted the sender's. Returns when
+    all members have all proofs: where forming fails for one, it fails for all, and none uses its
+    port again. Raises ConnectionError."""
 
     def proof(sender: int, receiver: int) -> bytes:
         text = f"elastic_dp member {sender} to {receiver} of {world_size} in {name}"
@@ -481,6 +482,7 @@ def prove(backend: Any, secret: bytes, name: str, *, rank: int, world_size: int)
             raise ConnectionError(
                 f"the peer that answered as rank {r} does not hold the run's secret"
             )
+    backend.barrier(c10d.BarrierOptions()).wait()
 
 
 def connect_devices(

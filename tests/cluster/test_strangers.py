@@ -17,7 +17,7 @@ from elastic_dp.telemetry.journal import Journal
 from elastic_dp.testing.process_worker_group import ProcessRun
 from tests.cluster import strangers
 from tests.patience import PATIENCE_S, eventually
-from tests.runs import ENDLESS, Points, goes_on, group, lines_of, local, reached, spec_of, texts_of
+from tests.runs import ENDLESS, Points, goes_on, group, local, losses_of, reached, spec_of, texts_of
 from tests.train.jobs import average_and_plateau, plain
 
 
@@ -123,7 +123,7 @@ def test_run_under_fire_ends_with_the_undisturbed_digest(connections, datagrams)
     spec = spec_of(steps=ENDLESS, workers=3, config=config)
     script = [(3, under_fire), (3, StopRequested("enough"))]
     outcome, run = group(spec, average_and_plateau, script=script)
-    assert outcome.workers_lost == 1, [line for line in lines_of(run) if "reason" in line]
+    assert outcome.workers_lost == 1, losses_of(run)
     calm = dataclasses.replace(spec, max_steps=outcome.step)
     assert outcome.digest == local(calm, average_and_plateau).digest
     assert run.controller.heartbeats.refused > datagrams // 20

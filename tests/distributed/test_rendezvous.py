@@ -137,6 +137,32 @@ def test_member_without_the_secret_joins_no_group():
         assert not isinstance(failed.value, MembersMissing)
 
 
+def test_forming_fails_for_all_where_one_member_gets_no_proof(monkeypatch):
+    """So that no member uses a port again whose connections a stranger may have."""
+    prove = process_group.prove
+
+    class Deaf:
+        def __init__(self, backend):
+            self.backend = backend
+
+        def alltoall_base(self, taken, *others):
+            self.backend.alltoall_base(taken, *others).wait()
+            taken.zero_()
+            return self
+
+        def wait(self):
+            return True
+
+    def one_is_deaf(backend, *others, rank, world_size):
+        prove(backend if rank else Deaf(backend), *others, rank=rank, world_size=world_size)
+
+    monkeypatch.setattr(process_group, "prove", one_is_deaf)
+    meet = InMemory()
+    for member in [forming(meet, rank, timeout_s=2.0) for rank in (0, 1)]:
+        with pytest.raises(FormingFailed):
+            member.wait()
+
+
 class Impostor:
     """Stands where Gloo's backend does: has the connections, and not the secret."""
 

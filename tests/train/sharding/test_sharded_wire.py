@@ -3,7 +3,6 @@ not sharded, to the last bit. Runs of other tests, with rounded gradients. More 
 `tests/train/test_equals_plain_run.py`."""
 
 import dataclasses
-from functools import partial
 
 import pytest
 
@@ -22,8 +21,6 @@ def _wire(request, monkeypatch):
     monkeypatch.setattr(of_runs, "sharded", sharded)
     if request.param == "int8":
         monkeypatch.setattr(of_runs, "SMALL_UNIT_BYTES", 1024)  # a block
-    # Three of four are lost: with so few pieces, not each two hold one together.
-    monkeypatch.setattr(of_runs, "kill_two_members", partial(of_runs.kill_members, number=3))
 
 
 READ = of_runs.test_checkpoint_is_read_with_and_without_sharding_by_any_number_of_workers
