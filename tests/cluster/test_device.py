@@ -71,7 +71,8 @@ def test_pick_device_raises_where_cuda_was_asked_before_ray_gave_the_gpu(cuda, m
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU is there")
 def test_a_worker_without_its_gpu_ends_and_makes_no_step(tmp_path):
     spec = spec_of(workers=1, resources_per_worker={"CPU": 1, "GPU": 1})
-    failure = dataclasses.replace(spec.failure, max_losses_without_progress=1)
+    # By the end of a second one the last words of the first have come.
+    failure = dataclasses.replace(spec.failure, max_losses_without_progress=2)
     outcome, _ = group(
         dataclasses.replace(spec, failure=failure), classify, url=str(tmp_path), fails=True
     )
