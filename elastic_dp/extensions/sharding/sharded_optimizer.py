@@ -1,7 +1,8 @@
 """An optimizer whose state is divided among the members of a generation, each piece on two of them.
 
 A step updates twice. Before its commit it updates copies of what this member sends, a few pieces at
-a time, of which only the parameters are kept. After it, the same update is done in place:
+a time, of which only the parameters are kept. After it, the same update is done in place. Of a
+small model, whose updates take more time than memory, the states are kept, too:
 
     held        the state of the pieces that this member holds, as of the last commit
     prepared    the gradients of these pieces in the step that is being attempted, until its commit
@@ -73,6 +74,7 @@ ALL_HOLD = 2  # up to so many members, each holds everything
 # large pieces, in place, too: torch's optimizers make temporary tensors for all that they update
 # together there.
 UPDATED_BYTES, UPDATED_BYTES_ON_DEVICE = 1 << 20, 64 << 20
+SMALL_BYTES = 16 << 20  # of the parameters of a small model
 # Of parameters: what a member sends in one step for backups, at least; and the part of their bytes
 # that it sends, if that is more.
 STEP_BYTES = 1 << 20
@@ -86,6 +88,7 @@ class _PreparedStep:
     step: int
     generation: int
     gradients: dict[int, torch.Tensor]  # of the pieces that it holds and that are updated
+    states: dict[int, State]  # of those that are updated already
 
 
 class ShardedOptimizer(OptimizerHolders):
@@ -110,6 +113,7 @@ class ShardedOptimizer(OptimizerHolders):
             else 0  # it has no state
             for number, piece in enumerate(self.pieces)
         ]
+        self._is_small = sum(self.sizes) <= SMALL_BYTES
         self.held: dict[int, State] = {}
         self._prepared: _PreparedStep | None = None
         self.committed_in = 0  # the generation of the last commit
@@ -257,10 +261,10 @@ class ShardedOptimizer(OptimizerHolders):
             gather = ParameterGather(*layout, updated, memory)
             self._gather, self._gathered = gather, gathered
         mine = {n: gradients[n] for n in [*gather.targets, *gather.backed] if n in self.held}
-        self._prepared = _PreparedStep(step, self._generation, mine)
+        self._prepared = prepared = _PreparedStep(step, self._generation, mine, {})
         for some in self._chunks(gather.targets):
             copies = {n: gather.targets[n].copy_(self._of_piece(n)) for n in some}
-            self._update_copies(copies, mine)
+            self._update_copies(copies, prepared)
 
     @torch.no_grad()
     def gather(self, norm: GradientNorm, *, compares: bool) -> set[int]:
@@ -274,7 +278,7 @@ class ShardedOptimizer(OptimizerHolders):
         gather.launch()
         for some in self._chunks(n for n in gather.backed if compares and n in self.held):
             copies = {n: self._of_piece(n).clone() for n in some}
-            self._update_copies(copies, prepared.gradients)
+            self._update_copies(copies, prepared)
             digests |= {n: digest_of_piece(one) for n, one in copies.items()}
         gather.wait()
         told = [norm.tensor]
@@ -287,19 +291,21 @@ class ShardedOptimizer(OptimizerHolders):
         odd = {self.holders[number].primary for number, differs in pairs if differs}
         return odd | {group.rank} if odd else odd
 
-    def _update_copies(
-        self, copies: Mapping[int, torch.Tensor], gradients: Mapping[int, torch.Tensor]
-    ) -> None:
+    def _update_copies(self, copies: Mapping[int, torch.Tensor], prepared: _PreparedStep) -> None:
         """Updates these copies of pieces. The state of the pieces stays as it is."""
-        given = {n: gradients[n] for n in copies}
+        given = {n: prepared.gradients[n] for n in copies}
         if self._updates.may_write_to_gradients:  # which are needed again
             given = {n: one.clone() for n, one in given.items()}
-        self._updates.run(copies, given, {n: self.held[n] for n in copies}, copies=True)
+        states = {n: self.held[n] for n in copies}
+        self._updates.run(copies, given, states, copies=True)
+        if self._is_small:
+            prepared.states |= states
 
     def _chunks(self, numbers: Iterable[int]) -> Iterator[list[int]]:
         """Yields pieces that are updated together, small ones first."""
         on_device = accelerator_of(self._device).asynchronous
         limit = UPDATED_BYTES_ON_DEVICE if on_device else UPDATED_BYTES
+        limit = SMALL_BYTES if self._is_small else limit
         chunk, size = list[int](), 0
         for number in sorted(numbers, key=self.sizes.__getitem__):
             chunk.append(number)
@@ -326,10 +332,16 @@ class ShardedOptimizer(OptimizerHolders):
             self._update_in_place(of_pieces)
         else:
             assert self._prepared is not None and self._gather is not None
-            self._update_in_place(self._prepared.gradients)
+            self._advance(self._prepared)
             self._gather.install()
             self._prepared = None
         self.committed_in = self._generation
+
+    def _advance(self, prepared: _PreparedStep) -> None:
+        """Makes the state of what this member holds that of the prepared step."""
+        gradients = prepared.gradients.items()
+        self._update_in_place({n: one for n, one in gradients if n not in prepared.states})
+        self.held |= prepared.states
 
     @torch.no_grad()
     def _update_in_place(self, gradients: Mapping[int, torch.Tensor]) -> None:
@@ -348,7 +360,7 @@ class ShardedOptimizer(OptimizerHolders):
         prepared, self._prepared = self._prepared, None
         self.committed_in = generation
         if prepared is not None and (prepared.step, prepared.generation) == (step, generation):
-            self._update_in_place(prepared.gradients)
+            self._advance(prepared)
         else:
             self.held = {}
 

@@ -27,7 +27,7 @@ MATRICES = [(64, 3), (8, 8), (70, 33), (256, 5)]
 SHAPES = [*MATRICES, *[()] * 3, (1,), (64,), (129,), (192,), (1024,), (2, 4, 8, 16), (0,), (3, 0)]
 LIMITS = {  # in bytes, smaller and larger than what there is
     (of_state.gradient_units, "UNIT_BYTES"): (1024, 4096),
-    (of_state.sharded_optimizer, "STEP_PART"): (4, 16, 64),  # a part, and not bytes
+    (of_state.sharded_optimizer, "SMALL_BYTES"): (0, 4096, 1 << 20),
     (of_state.sharded_optimizer, "STEP_BYTES"): (1024, 1 << 20),
     (of_state.sharded_optimizer, "UPDATED_BYTES"): (2048, 1 << 20),
     (of_state.parameter_gather, "GATHERED_BYTES"): (1000, 4 << 20),

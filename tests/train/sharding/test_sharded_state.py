@@ -33,6 +33,14 @@ DEVICE = torch.device("cpu")  # of the members' parameters
 @pytest.fixture(autouse=True)
 def _small_units(monkeypatch):
     monkeypatch.setattr(gradient_units, "UNIT_BYTES", 1024)
+    monkeypatch.setattr(sharded_optimizer, "SMALL_BYTES", 0)
+
+
+@pytest.fixture(params=[0, 1 << 20], ids=["large", "small"])
+def is_small(request, monkeypatch):
+    """Whether the model is small. States of a small one are copied, too."""
+    monkeypatch.setattr(sharded_optimizer, "SMALL_BYTES", request.param)
+    return request.param > 0
 
 
 class Member:
@@ -465,25 +473,42 @@ def test_parameters_are_gathered_in_parts_of_a_limited_size(monkeypatch):
     check_equal(members, plain_after(1))
 
 
-def test_few_pieces_are_copied_and_updated_together(monkeypatch):
-    """There are copies of them before the commit. A step that is not committed needs no second
-    state."""
-    updated, run = [], PieceUpdates.run
+@pytest.fixture
+def updated(monkeypatch):
+    """The bytes of the pieces of each update."""
+    found, run = [], PieceUpdates.run
 
     def counts(updates, tensors, *given, **options):
-        updated.append(sum(x.nbytes for x in tensors.values()))
+        found.append([x.nbytes for x in tensors.values()])
         run(updates, tensors, *given, **options)
 
     monkeypatch.setattr(PieceUpdates, "run", counts)
+    return found
+
+
+def test_few_pieces_are_copied_and_updated_together(updated, monkeypatch):
+    """There are copies of them before the commit. A step that is not committed needs no second
+    state."""
     monkeypatch.setattr(sharded_optimizer, "UPDATED_BYTES", 2048)
     members = four()
     enter(members, lambda member: member.attempt(commits=False))
     assert len(updated) > 4 * 2
-    assert max(updated) < 2048 + gradient_units.UNIT_BYTES
+    assert max(map(sum, updated)) < 2048 + gradient_units.UNIT_BYTES
     enter(members, Member.attempt)
     check_equal(members, plain_after(1))
 
 
+def test_small_state_is_updated_once(is_small, updated):
+    """A large one is updated before the commit and behind it, which takes less memory."""
+    members = four()
+    enter(members, Member.attempt)
+    held = sum(len(member.sharding.held) for member in members)
+    assert (sum(map(len, updated)) == held) is is_small
+    enter(members, Member.attempt)
+    check_equal(members, plain_after(2))
+
+
+@pytest.mark.usefixtures("is_small")
 def test_aborted_step_leaves_state_as_it_was_and_is_done_again_with_the_same_bits():
     members = four()
 
@@ -505,6 +530,7 @@ def test_aborted_step_leaves_state_as_it_was_and_is_done_again_with_the_same_bit
     check_equal(members, plain_after(2))
 
 
+@pytest.mark.usefixtures("is_small")
 def test_member_behind_holds_what_it_prepared_when_another_has_committed():
     members = four()
     enter(members, lambda member: member.attempt(commits=member is members[2]))
