@@ -154,9 +154,9 @@ class StateDiffers(TrainError):
         return (
             f"the state differs between members after step {self.step}: {self.names} (on "
             f"{self.members}). What is passed as state=, and what the loop body changes, must "
-            "follow from the steps alone: no clocks, no ranks, no random numbers of its own. Leave "
-            f"it out of state_dict(). The checkpoint of step {self.step} has the weights, and the "
-            "state of the other members"
+            "follow from the steps alone: no clocks, no ranks, no random numbers of its own, "
+            "nothing that the loss writes. Leave it out of state_dict(). The checkpoint of step "
+            f"{self.step} has the weights, and the state of the other members"
         )
 
 
