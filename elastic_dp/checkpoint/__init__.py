@@ -3,9 +3,9 @@
 The modules, in the order in which a checkpoint passes through them:
 
     codec                            state as JSON and tensors, and back
-    layout                           where the tensors' bytes lie: parts and blocks
+    layout                           where the tensors' bytes lie: units and blobs
     snapshot, uploader               a copy in host memory, written in the background
-    checkpoint_writer, commit_record the parts, then one small conditional write
+    checkpoint_writer, commit_record the blobs, then one small conditional write
     catalog, lease                   which checkpoints count, who may write, what is deleted
     checkpoint_reader, exporting     loads state into a group of any size, or into other formats
     storage_probe                    whether a store can be trusted with checkpoints
