@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _LISTED_AT_ONCE = 1000
 _CREDENTIALS_LAST = timedelta(minutes=5)  # then botocore is asked again
-_WHOLE_OBJECT_BYTES = 1 << 30  # taken for its size where that is not known before
+_WHOLE_OBJECT_BYTES = 1 << 30  # the assumed size of an object of unknown size
 # Requests of up to this many bytes share one client, with its connections and its limit of time;
 # those of up to _CLASS_FACTOR times as many share the next one, and so on.
 _READ_CLASS_BYTES = 16 << 20
@@ -136,9 +136,10 @@ class ObstoreBackend(Backend):
         self._obstore.delete(self._client(0), path)
 
     def _client(self, size: int, writing: bool = False) -> Any:
-        """With a limit on the whole request for its size, and on the time without a byte.
+        """Return the client whose limits of time fit a request of this size: one for the whole
+        request, and one for the time without a byte.
 
-        The second does not fit an upload: what it waits for is the answer, which comes last.
+        The second does not fit an upload: it would wait for the answer, the last thing to come.
         """
         limit = _WRITE_CLASS_BYTES if writing else _READ_CLASS_BYTES
         while limit < size:

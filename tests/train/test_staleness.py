@@ -240,7 +240,7 @@ def in_order_of_events(train, folder):
                 if ran:
                     file(step).touch()
                 if len(ran) == 3:
-                    eventually(lambda: leaves.meanwhile() or reduced)
+                    eventually(lambda: leaves.between_leaves() or reduced)
                     with open(folder / "order", "a", encoding="utf-8") as order:
                         order.write(f"{step} {len(reduced)} of the sum, then leaf {len(ran)}\n")
                 ran.append(turn.virtual_worker)

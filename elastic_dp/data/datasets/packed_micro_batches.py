@@ -51,7 +51,7 @@ class _Line(dict[str, Array]):
     """The columns of a row group, flat: its documents end to end, in the order of an epoch.
 
     `begins` int64 [documents + 1]: the first token of each. `numbers` int64 [documents]: which
-    document of the file each is; None: they are in the order of the file. `epoch`: None: of none.
+    document of the file each is; None: they are in the order of the file, of no `epoch`.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class _Part(NamedTuple):
 
 
 def packed_row_bytes(config: DataConfig, group_bytes: Ints, order: PackedOrder) -> int:
-    """About so many bytes has a packed row."""
+    """Returns the approximate size of a packed row."""
     ids_bytes = _ID.itemsize * len(config.pack_columns)
     token_bytes = int(group_bytes.sum()) // order.num_tokens + ids_bytes
     return max(1, token_bytes * order.length)
@@ -147,7 +147,7 @@ class PackedStream(ShardStream):
         ids = self._config.pack_columns
         return PackedAssembly(self, wanted, self._packed.length, ids, self._blocks)
 
-    def laid(self, epoch: int, row_group: int, columns: Columns) -> _Line:
+    def in_epoch_order(self, epoch: int, row_group: int, columns: Columns) -> _Line:
         """`columns`: the row group as it was read, or in the order of any epoch."""
         if not isinstance(columns, _Line):
             flat = {name: _flat(column) for name, column in columns.items()}
@@ -200,8 +200,10 @@ class PackedAssembly:
         parts = list[_Part]()
         for row_group in contents:
             for runs in self._runs[row_group]:
-                # What was read is not referred to any more while the next one is laid.
-                contents[row_group] = self._stream.laid(runs.epoch, row_group, contents[row_group])
+                # What was read is not referred to any more while the next one is put in order.
+                contents[row_group] = self._stream.in_epoch_order(
+                    runs.epoch, row_group, contents[row_group]
+                )
                 parts.append(_Part(contents[row_group], runs))
         self._rows.copy(parts)
 

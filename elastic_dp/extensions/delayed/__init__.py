@@ -86,10 +86,10 @@ class DelayedGradient(StepGradient):
         self._sender.close()
         self._open_reducer(self.leaves.gradients, step, sends=not self._late_sums)
         self.sums = self.leaves.gradients
-        self.leaves.meanwhile = None
+        self.leaves.between_leaves = None
         if self._late_sums:
             self.sums = self._sender
-            self.leaves.meanwhile = self.exchange.advance
+            self.leaves.between_leaves = self.exchange.advance
             self._distribute_previous(step)
 
     def _distribute_previous(self, step: int) -> None:

@@ -177,9 +177,9 @@ class InnerSteps(Leaf):
         lost: list[GroupError] = []
 
         def passes(point: str) -> None:
-            if point == "backward" and runner.meanwhile is not None and not lost:
+            if point == "backward" and runner.between_leaves is not None and not lost:
                 try:
-                    runner.meanwhile()
+                    runner.between_leaves()
                 except GroupError as error:
                     lost.append(error)
             if runner.points is not None:

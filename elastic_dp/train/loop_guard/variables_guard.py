@@ -1,5 +1,5 @@
-"""Checks each body of the loop: what it changes and a worker that joins would lack is named, or an
-error. What it writes to the model and the optimizer: model_guard.py.
+"""Checks each body of the loop. Warns of changes that a joining worker would not have, or raises
+LoopError. What a body writes to the model and the optimizer: model_guard.py.
 
 Compared around each body (facts.py) are the variables of the frames between `ctx.steps` and the
 train function that exist when the first body begins or that a body may read before it assigns them,
@@ -235,7 +235,7 @@ class VariablesGuard:
             for key, item in [*attributes(value).items()][:MOST]:
                 found |= self._look.facts_of(f"{name}.{key}", item)
         elif isinstance(value, type | types.ModuleType):  # of an installed package
-            self._installed.append(value)  # so that its identity stays its own
+            self._installed.append(value)  # so that no other object gets its id
             self._passed.add(id(value))
         return found
 
@@ -309,8 +309,8 @@ def _warning(changed: Mapping[str, str]) -> str:
     names = listed([*changed], _NAMED)
     return (
         f"WARNING: the body of the loop over ctx.steps changes {names}. A worker that joins or "
-        "starts again begins with values of its own. If the loss or a decision depends on them, "
-        f"let them travel: {remedy}. ctx.carry takes numbers, strings, tensors and containers of "
+        "starts again will not have these values. If the loss or a decision depends on them, let "
+        f"them travel: {remedy}. ctx.carry takes numbers, strings, tensors and containers of "
         "them, state= objects with state_dict; step.number counts the steps"
     )
 
@@ -391,7 +391,7 @@ def _globals_of(code: types.CodeType, held: Mapping[str, Any]) -> Sequence[str]:
 
 def _read_from(code: types.CodeType, at: int, *, leaves: bool = False) -> set[str]:
     """Returns the variables that code may read before it assigns them, when the loop whose next
-    step is taken at `at` goes on. `leaves`: or ends."""
+    step is taken at `at` goes on, or with `leaves` when it ends, too."""
     steps = list(dis.get_instructions(code))
     index = {one.offset: n for n, one in enumerate(steps)}
     first = bisect.bisect_right(list(index), at) - 1  # Python 3.12 may be within an instruction

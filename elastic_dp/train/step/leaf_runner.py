@@ -71,7 +71,7 @@ class Turn:
 
     step: int
     leaf: TreeLeaf
-    is_last: bool  # of this worker, and its gradient is sent in its backward pass
+    is_last: bool  # of this worker: buckets of gradients are sent during its backward pass
     expected: float  # the weight of the step
     virtual_worker: int
     runner: LeafRunner
@@ -148,8 +148,8 @@ class LeafRunner:
     exact: bool
     keeps_finished: bool = True
     lineage_id: int = 0  # of the state; see `Membership.lineage_id`
-    # Does what can be done meanwhile for gradients of an earlier step.
-    meanwhile: Callable[[], None] | None = None
+    # Advances gradients of an earlier step that are in flight.
+    between_leaves: Callable[[], None] | None = None
     results: dict[int, MicroBatchResult] = field(default_factory=dict)  # of the present step
     _finished: FinishedWork | None = None  # of a step that was aborted
     _observers: Sequence[StepParticipant] = ()
@@ -237,8 +237,8 @@ class LeafRunner:
             self.leaf.run(turn)
         if self.speed.measures:
             self.speed.end_micro_batch()
-        if self.meanwhile is not None:
-            self.meanwhile()
+        if self.between_leaves is not None:
+            self.between_leaves()
 
     def add(
         self,
@@ -294,8 +294,8 @@ class LeafRunner:
                 work.add(node, FinishedNode(gradients, results, buffers))
 
     def finished_nodes(self, step: int) -> tuple[Node, ...]:
-        """Returns the subtrees that are finished of an aborted attempt at `step`, as ranges of
-        those that a membership distributes."""
+        """Returns the finished subtrees of an aborted attempt at `step`, as ranges of the blocks
+        of virtual workers that a membership distributes."""
         work = self._finished
         if work is None or work.inputs is None or work.inputs.step != step:
             return ()

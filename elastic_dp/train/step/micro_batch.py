@@ -99,8 +99,8 @@ class Leaf:
             if points is not None:
                 points("forward", step)
             runner.gradients.before_backward()
-        if runner.meanwhile is not None:
-            runner.meanwhile()
+        if runner.between_leaves is not None:
+            runner.between_leaves()
         if loss is None:
             self._refuses_none(step, v)
         else:
