@@ -190,7 +190,6 @@ class RunRecord:
         for name, mine in values.items():
             then = getattr(stored, name)
             if then != mine and (then is not None or name != "default_dtype"):
-                what = "data (its fingerprint)" if name == "data" else name
                 if name == "data" and index is not None and (old := _read_index(store)) is not None:
                     changed = difference(old, index)
                     if changed is not None:
@@ -205,13 +204,21 @@ class RunRecord:
                         "seed, pack), or the run was started by an earlier version of elastic_dp, "
                         "which counted the streams of large row groups otherwise. Set the old "
                         "value, go on with the old version, or use a new name= for a new run, "
-                        "which may begin with the weights that `elastic-dp export` writes"
+                        "which may begin with the "
+                        "weights that `elastic-dp checkpoints export` writes"
                     )
-                drawn = f" {_DRAWN}" if name == "data" and rows else ""
+                if name == "data":
+                    drawn = f" {_DRAWN}" if rows else ""
+                    raise RunMismatch(
+                        f"the data is not that of the run at {redact_url(url)}: the class, length "
+                        "or `Subset` indices of MapStyleData.dataset, or shuffle, tail or "
+                        "fingerprint changed. Use a new name= for a new run, or the old ones to "
+                        f"continue this one.{drawn}"
+                    )
                 raise RunMismatch(
-                    f"{what} is {mine!r}, but the run at {redact_url(url)} was started with "
-                    f"{then!r}. "
-                    f"Use a new name= for a new run, or the old value to continue this one.{drawn}"
+                    f"{name} is {mine!r}, but the run at {redact_url(url)} was started with "
+                    f"{then!r}. Use a new name= for a new run, or the old value to continue this "
+                    "one."
                 )
         if other := [row for row, mine in rows.items() if stored.rows.get(row, mine) != mine]:
             raise RunMismatch(
@@ -353,8 +360,8 @@ def _read_result(url: str) -> tuple[Result | None, RunLimits]:
     if not isinstance(limits, dict):
         raise FileDamaged(where, f"its {_LIMITS} are {limits!r:.40}", _RESULT_AGAIN)
     result = make(Result, stored, where, _RESULT_AGAIN)
-    if isinstance(url, StorageURL) and url.options:  # `load_state` and `export` need them
-        result = dataclasses.replace(result, path=StorageURL(result.path, url.options))
+    # The folder may have been moved. `load_state` and `export` need it, and the URL's options.
+    result = dataclasses.replace(result, path=url, name=url.rstrip("/").rpartition("/")[2])
     return result, make(RunLimits, limits, f"{where} ({_LIMITS})", _RESULT_AGAIN)
 
 

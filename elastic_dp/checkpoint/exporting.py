@@ -89,8 +89,8 @@ def export(catalog: Catalog, commit: CommitRecord, destination: str) -> None:
         file = io.BytesIO()
         torch.save(_as_dict(state), file)
         _write(destination, file.getbuffer())
-    elif "." in destination.rstrip("/").rpartition("/")[2]:
-        raise CheckpointError(f"{destination} must end in .safetensors or .pt, or be a folder")
+    elif not destination or "." in destination.rstrip("/").rpartition("/")[2]:
+        raise CheckpointError(f"{destination!r} must end in .safetensors or .pt, or be a folder")
     elif isinstance(destination, StorageURL) and destination.options:
         raise CheckpointError(
             f"{destination}: torch.distributed.checkpoint opens its folder itself, without storage "

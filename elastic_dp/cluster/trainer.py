@@ -174,7 +174,9 @@ class ElasticTrainer:
             "max_time_s": max_time_s,
         }
         job = set_options.active.applied(job)
-        self.storage_path: str = job.pop("storage_path")
+        path: str = job.pop("storage_path")
+        # User code may change the working directory while the run goes on.
+        self.storage_path = path if "://" in path else os.path.abspath(path)
         self._storage_options = dict(storage_options or {})
         self.spec = JobSpec(**job)
         set_options.active.urls.append(self.url)

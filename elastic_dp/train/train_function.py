@@ -37,7 +37,9 @@ def train_until_released(train: TrainFunction, session: WorkerSession) -> str:
         try:
             try:
                 call_train_function(train, session)
-            except Exception as error:  # the user's code may raise anything
+            except (Released, Interrupted):
+                raise
+            except BaseException as error:  # the user's code may raise anything
                 return fail_worker(
                     session.worker, session.link, session.control, session.status, error
                 )
@@ -59,7 +61,7 @@ def fail_worker(
     link: ControllerLink,
     control: WorkerControl,
     status: HeartbeatStatus,
-    error: Exception,
+    error: BaseException,
 ) -> str:
     """Reports the error until this worker is released, or orphaned. Returns why."""
     exit_if_device_failed(status, error)
@@ -136,7 +138,7 @@ def call_train_function(train: TrainFunction, session: WorkerSession) -> None:
         )
 
 
-def _failure(worker: str, error: Exception) -> WorkerFailed:
+def _failure(worker: str, error: BaseException) -> WorkerFailed:
     if isinstance(error, UserCodeError):  # raised where the data is made, maybe in another process
         where = f", {error.worker}" if error.worker else ""
         return WorkerFailed(worker, error.description + where, error.remote_traceback)

@@ -99,8 +99,9 @@ def test_load_state_finds_the_newest_a_step_and_the_best(run):
         load_state(str(run), 15)
 
 
-def test_an_ending_that_means_nothing(run, tmp_path):
-    result = invoke("export", run, tmp_path / "model.onnx")
+@pytest.mark.parametrize("destination", ["model.onnx", ""])
+def test_an_ending_that_means_nothing(destination, run, tmp_path):
+    result = invoke("export", run, destination and tmp_path / destination)
     assert result.exit_code == 2 and "must end in .safetensors or .pt" in result.stderr
 
 

@@ -85,7 +85,7 @@ def half(seed):
     [
         (NUMBERS, NUMBERS, {}, ""),
         (half(0), half(0), {}, ""),
-        (half(0), half(1), {}, r"data \(its fingerprint\).*random_split that is drawn anew"),
+        (half(0), half(1), {}, "indices of MapStyleData.dataset.*random_split that is drawn anew"),
         (half(0), half(1), {"fingerprint": "v1"}, ""),
         (NUMBERS, OTHERS, {}, r"row 0 of MapStyleData\.dataset is not the one .*fingerprint"),
         (NUMBERS, OTHERS, {"fingerprint": "v1"}, ""),

@@ -1,5 +1,6 @@
 """What a train function finds when it is called."""
 
+import asyncio
 import dataclasses
 import types
 
@@ -15,7 +16,7 @@ from elastic_dp.train.train_function import (
     exit_if_device_failed,
     train_until_released,
 )
-from tests.runs import spec_of
+from tests.runs import group, spec_of
 
 
 def session_on(device, spec=None):
@@ -97,3 +98,14 @@ def test_any_error_on_a_device_whose_context_is_lost_ends_the_process(status, mo
 def test_an_error_of_user_code_on_a_device_that_works_ends_no_process(status):
     exit_if_device_failed(status, KeyError("tokens"))
     assert status.written == []
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, asyncio.CancelledError])
+def test_an_error_that_is_no_exception_fails_the_run_at_once(kind):
+    """It looked like the loss of the worker, and the step was tried 50 times."""
+
+    def train(ctx):
+        raise kind("from a library")
+
+    outcome, _ = group(spec_of(workers=1, virtual=2), train, fails=True)
+    assert "from a library" in outcome.error and outcome.workers_lost == 0

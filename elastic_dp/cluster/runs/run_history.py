@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_dp.config import JobSpec
+from elastic_dp.config import JobSpec, MapStyleData
 from elastic_dp.errors import FileDamaged, RunMismatch
 from elastic_dp.run_record import RunLimits
 from elastic_dp.storage import Store
 from elastic_dp.storage.json_files import make, read_json, write_json
-from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
+from elastic_dp.train.exactness.code_fingerprint import code_fingerprint, text_digest
 
 _FORMAT = 1
 _NAME = "start.json"
@@ -36,6 +36,7 @@ class StartRecord:
     growth: Mapping[str, int] = field(default_factory=dict)  # see `ScalingConfig.growth`
     sharding: str | None = None
     ray: str | None = None  # the address of the cluster; None: it was trained in one process
+    config: Mapping[str, str] | None = None  # digests of its plain values; None: not known
 
     @classmethod
     def of(
@@ -51,8 +52,19 @@ class StartRecord:
         total = math.inf if steps_of is None else limits.steps(steps_of)
         total_steps = int(total) if total < math.inf else None
         growth = spec.scaling.growth
-        code = code_fingerprint(train)
-        return cls(code, python, limits, total_steps, growth, sharding=spec.sharding, ray=ray)
+        data = spec.data
+        first = type(data.dataset) if isinstance(data, MapStyleData) else data.transform
+        of_data = (each for each in (first, data.collate_fn) if each is not None)
+        return cls(
+            code_fingerprint(train, *of_data),
+            python,
+            limits,
+            total_steps,
+            growth,
+            sharding=spec.sharding,
+            ray=ray,
+            config={str(key): text_digest(value) for key, value in spec.config.items()},
+        )
 
     def changes(self, before: StartRecord) -> list[tuple[str, bool]]:
         """Return each change in words, and whether it may be a mistake; such changes come last."""
@@ -62,6 +74,9 @@ class StartRecord:
             if now != then:
                 is_raised = then is not None and (now is None or now > then)
                 found.insert(0, (f"{name} is {now} now, was {then}", not is_raised))
+        if before.config is not None and before.config != self.config:
+            keys = {key for key, _ in {*before.config.items()} ^ {*(self.config or {}).items()}}
+            found.append((f"of config, {', '.join(sorted(keys))} changed", True))
         if before.growth != self.growth:
             now, then = (
                 ", ".join(f"{number} after step {steps}" for steps, number in each.items())
@@ -78,7 +93,7 @@ class StartRecord:
         if before.python != self.python:
             return [f"Python is {self.python} now, was {before.python}"]
         if before.code != self.code:
-            return ["the code of the train function, or of what it uses, has changed"]
+            return ["the code of the train function, of the data, or of what they use, has changed"]
         return []
 
     def write(self, store: Store) -> None:

@@ -29,30 +29,48 @@ _FOLLOWS = ("params", "initial_lr", "base_lrs")  # derived from values that are 
 
 
 def hyperparameters_of(
-    optimizer: torch.optim.Optimizer,
-    scheduler: Any,
-    total_steps: int | None,
-    options: Mapping[str, Any],
+    state: TrainState, total_steps: int | None, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the arguments of the optimizer and the scheduler, and the `options` of `ctx.steps`,
-    as texts. Call it before the first step. `total_steps` is the total that the code read: the code
-    may have derived any argument from it, and an argument such as a lambda has no text."""
-    groups = optimizer.param_groups
+    as texts, and what of the model is switched off. Call it before the first step. `total_steps` is
+    the total that the code read: the code may have derived any argument from it, and an argument
+    such as a lambda has no text."""
+    groups = state.optimizer.param_groups
     values = {
         f"the optimizer's {key}" + (f" (group {number})" if len(groups) > 1 else ""): value
         for number, group in enumerate(groups)
         for key, value in group.items()
         if key not in _FOLLOWS
     }
-    for key, value in () if scheduler is None else scheduler.state_dict().items():
-        if key not in _FOLLOWS and not key.startswith("_"):
-            values[f"the scheduler's {key}"] = value
+    if state.scheduler is not None:
+        values |= _of_scheduler("the scheduler", state.scheduler.state_dict())
     return {
-        "optimizer": type(optimizer).__name__,
+        "optimizer": type(state.optimizer).__name__,
+        "scheduler": _class_of(state.scheduler),
         "values": {name: _text(value) for name, value in values.items()},
         "options": {key: _text(value) for key, value in options.items()},
         "total_steps": total_steps,
+        "off": {
+            "requires_grad": [n for n, p in state.parameters.items() if not p.requires_grad],
+            "training": [n for n, module in state.model.named_modules() if not module.training],
+        },
     }
+
+
+def _of_scheduler(name: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if key == "_schedulers":
+            for number, each in enumerate(value):
+                yield from _of_scheduler(f"{name}'s scheduler {number}", each)
+        elif key == "_milestones" or not (key in _FOLLOWS or key.startswith("_")):
+            yield f"{name}'s {key}", value
+
+
+def _class_of(scheduler: Any) -> str | None:
+    """Returns the name of its class and of those that it is made of."""
+    inner = ", ".join(map(str, map(_class_of, getattr(scheduler, "_schedulers", ()))))
+    name = type(scheduler).__name__ + (f"({inner})" if inner else "")
+    return None if scheduler is None else name
 
 
 def changes_since(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[str]:
@@ -62,8 +80,15 @@ def changes_since(then: Mapping[str, Any], now: Mapping[str, Any], step: int) ->
     texts = [
         f"{name} is {after.get(name)} in the code now, was {before.get(name)}"
         for name in dict.fromkeys([*before, *after])
-        if before.get(name) != after.get(name)
+        if before.get(name) not in ("", after.get(name))
     ]
+    for what, off in then.get("off", {}).items():
+        changed = sorted({*off} ^ {*now["off"][what]})
+        if changed:
+            name = ".".join(filter(None, ("model", changed[0], what)))
+            more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+            was = changed[0] not in off
+            texts.append(f"{name}{more} is {not was} in the code now, was {was}")
     changes = []
     if texts:
         changes.append(
@@ -159,7 +184,9 @@ def _compared(
     yield "the order of the parameters", [*theirs], [*mine]
     optimizers = len(state.optimizers.all)
     yield "the number of optimizers in the optimizer", len(held["optimizers"]), optimizers
-    yield "a scheduler", held["scheduler"] is not None, state.scheduler is not None
+    scheduler = _class_of(state.scheduler)
+    before = None if held["scheduler"] is None else naming["made"].get("scheduler", scheduler or "")
+    yield "the scheduler", before, scheduler
     yield 'precision="fp16"', step["loss_scale"] is not None, state.loss_scale is not None
     yield "staleness", int("previous" in step), int(state.previous is not None)
     yield from _kinds(step, state)
@@ -197,5 +224,7 @@ def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
         texts = [_text(x) for x in value]
         return f"[{', '.join(texts)}]" if all(texts) else ""
+    if isinstance(value, Mapping):  # milestones
+        return _text([*value.items()])
     plain = value is None or isinstance(value, bool | int | float | str)
     return repr(value) if plain else ""

@@ -96,7 +96,7 @@ class WorkerCheckpointer:
         self._session, state, spec = session, session.state, session.spec
         total_steps = session.total_steps if session.loop.read_total_steps else None
         options = {name: getattr(given, name) for name in _OPTIONS}
-        made = hyperparameters_of(state.optimizer, state.scheduler, total_steps, options)
+        made = hyperparameters_of(state, total_steps, options)
         job = {**job_identity(spec), GROWTH: spec.scaling.growth}
         software = {name.lower(): version for name, version in signature.software}
         self._metadata = CommitMetadata(
@@ -303,9 +303,8 @@ class WorkerCheckpointer:
         mine = self._metadata
         kind = group.gather_bytes(mine.versions["kind"].encode())[0].decode()
         others = (
-            "Either load_state_dict of an object in state= does not take what its state_dict "
-            "returned then, or something else has written to the folder: begin the run in another "
-            "one, or delete this checkpoint"
+            "Something else has written to the folder: begin the run in another one, or delete "
+            "this checkpoint"
         )
         with taking_apart(commit.step, others):
             check_job(commit.metadata, mine.naming["job"], mine.data, commit.step)

@@ -20,12 +20,19 @@ from typing import Any
 from elastic_dp.module_pickling import is_of_user
 
 
-def code_fingerprint(train: Any, *, constants: bool = True) -> str:
-    """Returns 16 hexadecimal digits. Workers compare fingerprints without `constants`: a module of
-    theirs may hold the name of its host."""
+def code_fingerprint(train: Any, *of_data: Any, constants: bool = True) -> str:
+    """Returns 16 hexadecimal digits. `of_data`: functions and classes that the data uses. Workers
+    compare fingerprints without `constants`: a module of theirs may hold the name of its host."""
     walk = _Walk(constants)
     walk.visit("train", train)
+    for each in of_data:
+        walk.visit("data", each)
     return walk.digest.hexdigest()[:16]
+
+
+def text_digest(value: Any) -> str:
+    """Returns 16 hexadecimal digits of a value of numbers and texts; "" of any other one."""
+    return hashlib.sha256(_text(value).encode()).hexdigest()[:16] if _is_plain(value) else ""
 
 
 class _Walk:
@@ -49,6 +56,10 @@ class _Walk:
         elif _is_plain(value):
             if self._constants:
                 self._add(f"{name}={_text(value)}")
+        elif isinstance(value, dict | list | tuple) and self._constants:
+            for part in value.values() if isinstance(value, dict) else value:
+                if isinstance(part, types.FunctionType | type | functools.partial):
+                    self.visit(name, part)
         elif not isinstance(value, types.FunctionType | type):
             if not isinstance(value, types.ModuleType):
                 self.visit(name, type(value))

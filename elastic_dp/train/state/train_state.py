@@ -10,8 +10,9 @@ worker without state receives directly into its own tensors.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -338,13 +339,18 @@ class TrainState:
         if body:
             for key, value in tree["body"]["user"].items():
                 if key in self.user or not key.startswith(OWN):
-                    self.user[key].load_state_dict(value)
+                    with _given(f"load_state_dict of the object {key!r} of state="):
+                        self.user[key].load_state_dict(value)
             for p, flag in zip(
                 self.parameters.values(), tree["body"]["requires_grad"], strict=True
             ):
                 p.requires_grad_(flag)
-            for module, flag in zip(self.model.modules(), tree["body"]["training"], strict=True):
-                module.training = flag
+            modules, flags = [*self.model.modules()], tree["body"]["training"]
+            if len(modules) == len(
+                flags
+            ):  # else other code has made the model, and its flags count
+                for module, flag in zip(modules, flags, strict=True):
+                    module.training = flag
         self.note_commit()
         if body:
             self.optimizers.committed = step["held"]
@@ -407,7 +413,21 @@ class ExtraState:
     def write(self, content: bytes) -> None:
         """Sets the extra state, unless the module already has it."""
         if content != self.read():
-            self.module.set_extra_state(from_bytes(content)["value"])
+            with _given(f"set_extra_state of {self.name}"):
+                self.module.set_extra_state(from_bytes(content)["value"])
+
+
+@contextlib.contextmanager
+def _given(what: str) -> Iterator[None]:
+    """Raises ModelError if user code raises, to which a part of the state is given."""
+    try:
+        yield
+    except Exception as error:  # user code may raise anything
+        raise ModelError(
+            f"{what} does not take the state that the run has: {type(error).__name__}: {error}. "
+            "Correct it or, if the code has changed since the checkpoint was made, bring the old "
+            "code back or use a new name= for a new run"
+        ) from error
 
 
 def extra_states(model: nn.Module) -> list[ExtraState]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import elastic_dp as edp
-from elastic_dp.errors import RunMismatch
+from elastic_dp.errors import ModelError, RunMismatch
 from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
 from tests.runs import Points, group, spec_of
 from tests.train.jobs import Average, adamw, classifier, cross_entropy
@@ -148,9 +148,130 @@ def one_layer_more(ctx):
         pass
 
 
+def of_parts(model=classifier, scheduler=None, state=None, loss_fn=cross_entropy):
+    """A train function whose parts another start may change."""
+
+    def train(ctx):
+        made = model()
+        optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)
+        rate = scheduler(optimizer) if scheduler else None
+        for _ in ctx.steps(made, optimizer, loss_fn, scheduler=rate, state=state):
+            pass
+
+    return train
+
+
+def frozen():
+    model = classifier()
+    next(model.parameters()).requires_grad_(False)
+    return model
+
+
+def in_eval_mode():
+    model = classifier()
+    model[0].eval()
+    return model
+
+
+def milestones(*steps):
+    return lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, steps)
+
+
+def in_sequence(*periods):
+    def make(optimizer):
+        inner = [torch.optim.lr_scheduler.StepLR(optimizer, each) for each in periods]
+        first_steps = [10 * number for number in range(1, len(inner))]
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, inner, first_steps)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "words"),
+    [
+        ({}, {"model": frozen}, "model.0.weight.requires_grad is False in the code now, was True"),
+        ({"model": frozen}, {}, "model.0.weight.requires_grad is True in the code now, was False"),
+        ({}, {"model": in_eval_mode}, "model.0.training is False in the code now, was True"),
+        (
+            {"scheduler": milestones(4, 8)},
+            {"scheduler": milestones(3, 8)},
+            "milestones is [[3, 1], [8, 1]] in the code now, was [[4, 1], [8, 1]]",
+        ),
+        (
+            {"scheduler": in_sequence(4, 4)},
+            {"scheduler": in_sequence(4, 5)},
+            "the scheduler's scheduler 1's step_size is 5 in the code now, was 4",
+        ),
+    ],
+)
+def test_what_the_code_sets_and_the_checkpoint_decides_is_told(then, now, words, tmp_path):
+    fit(tmp_path, of_parts(**then))
+    fit(tmp_path, of_parts(**now), max_steps=6)
+    assert any(
+        words in text and "of the checkpoint of step 4 count" in text for text in said(tmp_path)
+    )
+
+
+def test_a_layer_without_state_may_be_added(tmp_path):
+    """As `nn.Dropout`: the advice was to delete the checkpoint."""
+    fit(tmp_path, of_parts())
+    more = of_parts(model=lambda: classifier().append(nn.Dropout(0.1)))
+    result, warned = fit(tmp_path, more, max_steps=6)
+    assert result.step == 6 and "code of the train function" in warned[0]
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "words"),
+    [
+        (
+            {"state": {"mean": nn.Linear(2, 2)}},
+            {"state": {"mean": nn.Linear(3, 3)}},
+            "load_state_dict of the object 'mean' of state= does not take .*size mismatch",
+        ),
+        (
+            {"model": lambda: Noted({"old": 1})},
+            {"model": lambda: Noted({"new": 1})},
+            "set_extra_state of _extra_state does not take .*KeyError: 'new'",
+        ),
+    ],
+)
+def test_state_that_its_object_does_not_take_is_named(then, now, words, tmp_path):
+    fit(tmp_path, of_parts(**then))
+    with pytest.raises(ModelError, match=f"(?s){words}.*bring the old code back or use a new name"):
+        fit(tmp_path, of_parts(**now), max_steps=6)
+
+
+class Noted(nn.Sequential):
+    def __init__(self, note):
+        super().__init__(*classifier())
+        self.note = note
+
+    def get_extra_state(self):
+        return self.note
+
+    def set_extra_state(self, state):
+        self.note = {key: state[key] for key in self.note}
+
+
+def test_a_changed_config_is_told(tmp_path):
+    fit(tmp_path, config={"smoothing": 0.1, "secret": "abc", "kept": [1, 2]})
+    _, warned = fit(tmp_path, max_steps=6, config={"smoothing": 0.2, "kept": [1, 2]})
+    assert warned == ["since the last start of this run: of config, secret, smoothing changed"]
+    assert "abc" not in (tmp_path / "again" / "start.json").read_text()
+
+
 @pytest.mark.parametrize(
     ("other", "words"),
     [
+        (
+            of_parts(scheduler=milestones(3)),
+            r"the scheduler: MultiStepLR here, StepLR in the newest",
+        ),
+        (
+            of_parts(scheduler=in_sequence(3, 4)),
+            r"the scheduler: SequentialLR\(StepLR, StepLR\) here, StepLR in the newest",
+        ),
+        (of_parts(), r"the scheduler: None here, StepLR in the newest"),
         (trains(width=17), r"parameter 0\.weight: \(32, 17\) of torch.float32 here, \(32, 16\)"),
         (one_layer_more, r"parameter 0\.0\.weight: .* here, absent in"),
         (no_optimizer_of_this_kind, "the optimizer: SGD here, AdamW in"),
@@ -311,6 +432,18 @@ def test_code_does_not_change_with_a_variable_that_only_shares_an_attributes_nam
         return code_fingerprint(names["train"])
 
     assert at(10) == at(20)
+
+
+def test_functions_of_a_table_and_of_the_data_count():
+    def at(factor):
+        names = {"__name__": "a_job"}
+        exec(f"def loss(x):\n    return x * {factor}\ndef train(ctx):\n    return LOSSES", names)
+        names["LOSSES"] = {"first": names["loss"]}
+        return names
+
+    assert code_fingerprint(at(1)["train"]) != code_fingerprint(at(2)["train"])
+    alike = trains()
+    assert code_fingerprint(alike, at(1)["loss"]) != code_fingerprint(alike, at(2)["loss"])
 
 
 def test_closures_and_partials_count():

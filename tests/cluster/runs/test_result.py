@@ -16,9 +16,9 @@ from tests.runs import Points
 from tests.train.jobs import classifier, digest_of, logs_its_loss
 
 
-def trainer(tmp_path, max_steps=3):
+def trainer(tmp_path, max_steps=3, train=logs_its_loss):
     return edp.ElasticTrainer(
-        logs_its_loss,
+        train,
         name="ends",
         storage_path=tmp_path,
         data=edp.MapStyleData(Points(), micro_batch_size=4),
@@ -42,6 +42,25 @@ def test_load_state_has_the_final_weights_of_a_run_without_a_checkpoint_config(r
 def test_the_result_of_a_finished_run_that_is_run_again_has_its_weights(result, tmp_path):
     again = trainer(tmp_path).fit(local=True)
     assert again == result and digest_of(again.load_state().model) == result.weights_sha256
+
+
+def test_a_run_at_a_relative_path_stays_in_its_folder(tmp_path, monkeypatch):
+    def train(ctx):
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        logs_its_loss(ctx)
+
+    monkeypatch.chdir(tmp_path)
+    made = trainer("runs", train=train)
+    assert made.fit(local=True).load_state().step == 3
+    assert (tmp_path / "runs" / "ends" / "result.json").is_file()
+
+
+def test_the_result_of_a_folder_that_was_moved_has_its_weights(result, tmp_path):
+    (tmp_path / "ends").rename(tmp_path / "moved")
+    moved = read_result(str(tmp_path / "moved"))
+    assert (moved.name, moved.path) == ("moved", str(tmp_path / "moved"))
+    assert digest_of(moved.load_state().model) == result.weights_sha256
 
 
 def test_export_writes_what_safetensors_and_torch_load_alone(result, tmp_path):
