@@ -155,7 +155,10 @@ def newest_first(
     names = catalog.names()
     if not names:
         catalog.find()  # raises: there is none
-    raise CheckpointError(f"none of the {len(names)} checkpoints of {catalog.store.url} is whole")
+    raise CheckpointError(
+        f"none of the {len(names)} checkpoints of {catalog.store.url} is whole: restore the "
+        "folder, or use a new name= for a new run"
+    )
 
 
 def verify(catalog: Catalog, name: CommitName) -> list[str]:
