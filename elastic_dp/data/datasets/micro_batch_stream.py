@@ -52,7 +52,7 @@ AHEAD_PART = 8  # 1 / AHEAD_PART of the memory is for micro-batches that are mad
 # for 220 MiB in row groups of 1 to 5 MiB.
 SLACK_PART = 6
 _LISTED_STEPS = 10_000
-ROWS_AT_ONCE, BYTES_AT_ONCE = 2048, 16 << 20  # limits of a chunk of micro-batches
+ROWS_AT_ONCE, BYTES_AT_ONCE = 4096, 32 << 20  # limits of a chunk of micro-batches
 
 
 class MicroBatchStream(ABC):

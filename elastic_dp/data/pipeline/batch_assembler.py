@@ -195,13 +195,11 @@ def _copy_rows(column: Array, rows: Ints, out: Array, places: Ints) -> None:
             return
         np.take(column, rows, axis=0, out=there, mode="clip")  # "raise" would copy through a buffer
         return
-    width = column.dtype.itemsize * math.prod(column.shape[1:])
-    if width == 0 or not column.flags.c_contiguous:
+    if column.nbytes == 0 or not column.flags.c_contiguous:
         out[places] = column[rows]
         return
-    row_type = np.dtype((np.void, width))  # rows as single items take half the time
-    source = column.reshape(len(column), -1).view(row_type)[:, 0]
-    out.reshape(len(out), -1).view(row_type)[:, 0][places] = source[rows]
+    row_type = f"V{column.nbytes // len(column)}"  # rows as single items take half the time
+    out.reshape(-1).view(row_type)[places] = column.reshape(-1).view(row_type)[rows]
 
 
 def _can_be_kept(columns: Mapping[str, Column]) -> bool:
