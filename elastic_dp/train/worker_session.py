@@ -269,7 +269,7 @@ class WorkerSession:
             self.link.say(EXACT_ATTENTION)
         can_source = self._can_source  # as of now: the probe may take long
         self._try_out(build.trial)
-        build.variables_guard.loss_tried()
+        build.variables_guard.loss_tried(build.trial.changing)
         self.link.post(WorkerReady(self.worker, self._signature, can_source))
 
     def _try_out(self, trial: TrialRun) -> None:

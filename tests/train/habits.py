@@ -308,6 +308,39 @@ def torch_generator(ctx):
     run(ctx, model=Noisy(generator=torch.Generator().manual_seed(0)))
 
 
+class LateNoise(nn.Module):
+    """Draws after three steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.generator = classifier(), torch.Generator()
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += 1
+        late = self.seen > 3
+        return self.inner(x + torch.rand(x.shape, generator=self.generator) if late else x)
+
+
+@refused(ModelError, "forward drew from model.generator")
+def torch_generator_later(ctx):
+    """the same, drawn from only after a warm-up"""
+    run(ctx, model=LateNoise())
+
+
+@said("rng changes with each micro-batch")
+def numpy_generator_later(ctx):
+    """an own generator in the loss, drawn from only after a warm-up"""
+    rng = np.random.default_rng(0)
+    c = ctx.carry(warm=False)
+
+    def loss_fn(m, b):
+        return cross_entropy(m, b) * (rng.random() if c.warm else 1.0)
+
+    run(ctx, loss_fn, body=lambda step: setattr(c, "warm", step.number > 3))
+
+
 class NoisyPoints(Points):
     def __init__(self):
         super().__init__()
@@ -596,7 +629,35 @@ def scheduler_twice(model, optimizer):
     return {"body": lambda step: scheduler.step(), "scheduler": scheduler}
 
 
-@said("the body of the loop over ctx.steps changes teacher")
+@refused(ModelError, "scheduler.lr_lambdas[0], or a variable that it uses")
+def rate_that_counts(model, optimizer):
+    """a function of `LambdaLR` that counts its calls in a variable"""
+    calls = 0
+
+    def rate(_):
+        nonlocal calls
+        calls += 1
+        return 1 / calls
+
+    return {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, rate)}
+
+
+NORMS = [1.0]
+
+
+@refused(ModelError, "optimizer.step_hooks.0, or a variable that it uses")
+def hook_that_writes_a_global(model, optimizer):
+    """a step hook, or an optimizer's `step()`, that writes a global"""
+
+    def smooth(*_):
+        NORMS.append(0.9 * NORMS[-1])
+        for p in model.parameters():
+            p.grad.mul_(NORMS[-1])
+
+    optimizer.register_step_pre_hook(smooth)
+
+
+@said("changes teacher")
 def teacher_not_passed(model, optimizer):
     """a teacher that the body averages and the loss uses, not passed as `state=`"""
     teacher = copy.deepcopy(model).eval().requires_grad_(False)
@@ -611,7 +672,7 @@ def teacher_not_passed(model, optimizer):
     return {"loss_fn": loss_fn, "body": body}
 
 
-@said("the body of the loop over ctx.steps changes teacher")
+@said("changes teacher")
 def teacher_by_data(model, optimizer):
     """the same by way of `.data`"""
     teacher = copy.deepcopy(model).eval().requires_grad_(False)
@@ -626,7 +687,7 @@ def teacher_by_data(model, optimizer):
     return {"loss_fn": loss_fn, "body": body}
 
 
-@said("the body of the loop over ctx.steps changes deep")
+@said("changes deep")
 def last_layer_of_a_teacher(model, optimizer):
     """the same of its last layer only"""
     deep = nn.Sequential(*(nn.Linear(16, 16) for _ in range(9)), nn.Linear(16, 4))
@@ -641,7 +702,7 @@ def last_layer_of_a_teacher(model, optimizer):
     return {"loss_fn": loss_fn, "body": body}
 
 
-@said("the body of the loop over ctx.steps changes shadow")
+@said("changes shadow")
 def large_container(model, optimizer):
     """a large container whose items the body replaces, not passed as `state=`"""
     shadow = {number: torch.zeros(4) for number in range(100)}
@@ -730,6 +791,27 @@ def _counts(own):
     return 1 / own["calls"]
 
 
+class OwnRate(torch.optim.SGD):
+    """Chooses its rate, as Adafactor does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        self.param_groups[0]["lr"] = None
+
+    def step(self, closure: Any = None) -> None:
+        group = self.param_groups[0]
+        group["lr"] = 0.05
+        super().step()
+        group["lr"] = None
+
+
+@exact()
+def no_rate(ctx):
+    """an optimizer whose `lr` is None"""
+    model = classifier()
+    run(ctx, model=model, optimizer=OwnRate(model.parameters()))
+
+
 @exact()
 def own_numbers(ctx):
     """an optimizer that keeps numbers and tensors of its own"""
@@ -746,9 +828,23 @@ def counter_in_the_body(ctx):
         hold(ctx, step)
 
 
+class Meter:
+    def __init__(self):
+        self.mean = 0.0
+
+
+@said("changes meters")
+def meters_in_a_list(ctx):
+    """the same in objects of yours, in a list or in an object"""
+    model, meters = classifier(), [Meter()]
+    for step in ctx.steps(model, adamw(model), cross_entropy):
+        meters[0].mean += 0.1 * (step.loss - meters[0].mean)
+        hold(ctx, step)
+
+
 @exact()
 def carried_counter(ctx):
-    """the same, in `c = ctx.carry(wait=0)`"""
+    """a counter in `c = ctx.carry(wait=0)`"""
     model = classifier()
     optimizer = adamw(model)
     c = ctx.carry(wait=0)
@@ -779,7 +875,7 @@ def experts(ctx):
     run(ctx, loss_fn, model)
 
 
-@said("the body of the loop over ctx.steps changes model.warmth")
+@said("changes model.warmth")
 def attribute_in_the_body(model, optimizer):
     """a module's attribute set in the body"""
     model.warmth = 1.0
@@ -788,6 +884,18 @@ def attribute_in_the_body(model, optimizer):
         model.warmth = 0.9**step.number
 
     return {"loss_fn": lambda m, b: cross_entropy(m, b) * m.warmth, "body": body}
+
+
+@said("changes model.mask")
+def mask_in_the_body(model, optimizer):
+    """a module's tensor that is no buffer (a mask), written in the body"""
+    model.mask = torch.ones(4)
+
+    def body(step):
+        if step.number == 3:
+            model.mask[0] = 0.0
+
+    return {"loss_fn": lambda m, b: F.cross_entropy(m(b["x"]) * m.mask, b["y"]), "body": body}
 
 
 @said("not exact: torch.use_deterministic_algorithms was turned off")

@@ -162,6 +162,16 @@ def with_values(name: str, one: str | None, other: str | None) -> str:
     return f"{name} ({short[0]}, then {short[1]})" if len(short) == 2 else name
 
 
+def changes_by_micro_batch(names: str) -> str:
+    return (
+        f"WARNING: {names} changes with each micro-batch. A worker that joins or starts again "
+        "begins with a value of its own, and how often it changes depends on the number of "
+        "workers. If the loss depends on it, make it a buffer of the model, or an object that is "
+        "passed as state= and changed in the loop's body; draw random numbers from the global "
+        "generators"
+    )
+
+
 def listed(names: list[str], most: int) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

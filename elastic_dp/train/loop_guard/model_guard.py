@@ -298,6 +298,7 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[list[int]]:
 def _body_wrote(what: str) -> LoopError:
     return LoopError(
         f"the body of the loop over ctx.steps wrote to {what}. Parameters, buffers and the "
-        "optimizer's state may change only inside the step; keep an average of them in a model of "
+        "optimizer's state may change only inside the step: clamp weights in "
+        "optimizer.register_step_post_hook(…); keep an average of them in a model of "
         "its own and pass it as state=, or evaluate another model with ctx.evaluate(…, model=…)"
     )

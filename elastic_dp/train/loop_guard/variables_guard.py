@@ -4,7 +4,7 @@ LoopError. What a body writes to the model and the optimizer: model_guard.py.
 Compared around each body (facts.py) are the variables of the frames between `ctx.steps` and the
 train function that exist when the first body begins or that a body may read before it assigns them,
 those that the loss function refers to, globals that either code names, the attributes of users' own
-objects, and plain attributes of the model's modules. What lies deeper (objects in objects, what
+objects and of objects in them, and attributes of the model's modules. What lies deeper (what
 functions keep, the environment) is not. If a body sets the rate of a parameter group, the members
 find that out before the next step; see `ParameterGroups`. A change is one warning per run, by the
 names of the variables. A body that uses a scheduler of the run's optimizers, or one of torch's
@@ -30,7 +30,7 @@ import sys
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,6 +47,7 @@ from elastic_dp.train.exactness.facts import (
     Facts,
     Look,
     attributes,
+    changes_by_micro_batch,
     listed,
     variables_of,
     with_values,
@@ -56,6 +57,7 @@ from elastic_dp.train.state.train_state import TrainState
 
 _TENSORS = 8  # of a module whose values are looked at
 _NAMED = 8  # variables in one warning
+_WITHIN = 16  # attributes of an object within an object or a container
 _NBYTES = 65_536  # of arrays and tensors whose content is compared
 _OUTSIDE = "elastic_dp.train.train_function"  # calls the train function
 _MODULE, _USED = "#module", "!"  # begin facts about a module, and about what a body must not use
@@ -83,6 +85,12 @@ class VariablesGuard:
         self._bound: dict[str, torch.optim.Optimizer] = {}  # variables that have one
         self._parts = weakref.WeakKeyDictionary[nn.Module, _Parts]()
         self._look = Look(_NBYTES, ids, self._of_others)
+        self._look_within = Look(_NBYTES, ids)  # objects in objects
+        self._users = dict[type, bool]()
+        self._prefixes: tuple[str, ...] = ()  # of the names of the loss function's variables
+        self._left: Facts = {}  # of the loss function's variables, at the end of the last body
+        self._of_step: list[str] = []  # what the last step has changed of these
+        self._tried: set[str] = set()  # what steps have changed, and its trial
         self._loss, self._delays = loss_fn, state.previous is not None
         self._root = ""  # the package of the train function
         self._compared: dict[types.CodeType, _Compared] = {}
@@ -103,18 +111,25 @@ class VariablesGuard:
             }
         )
 
-    def loss_tried(self) -> None:
-        """Checks what the loss function used when it was tried. Raises LossError."""
+    def loss_tried(self, changing: Iterable[str]) -> None:
+        """Checks what the loss function used when it was tried. `changing`: what it has changed
+        then, which has been said. Raises LossError."""
+        self._tried = {_variable(name.partition(" ")[0]) for name in changing}
         for name, value in variables_of(self._loss).items():
             for one in (value, *attributes(value).values()):
                 scales = isinstance(one, torch.amp.GradScaler) and one.is_enabled()
                 if scales and one._scale is not None:
                     raise LossError(_scales("loss function", name))
+        self._left = self._of_loss(self._facts(()))
 
     def body_begins(self) -> None:
         """Records the state and the variables at the start of a body."""
         self._body.begin()
-        self._before, self._clocks = self._facts(), _clocks()
+        self._before, self._clocks = self._facts([*self._variables()]), _clocks()
+        left, now = self._left, self._of_loss(self._before)
+        changed = {_variable(n) for n in left.keys() & now.keys() if left[n] != now[n]}
+        self._of_step = sorted(changed - self._tried)
+        self._tried |= changed
         self._epoch = getattr(self._scheduler, "last_epoch", None)
 
     def body_ended(self, warn: Callable[[str], None]) -> None:
@@ -129,6 +144,9 @@ class VariablesGuard:
             )
         if self._before is not None:
             self._compare(self._before, warn)
+        if self._of_step:
+            warn(changes_by_micro_batch(listed(self._of_step, _NAMED)))
+            self._of_step = []
         written = self._buffers.written_outside()
         if written is not None:
             raise LoopError(changed_by_body(written))
@@ -149,7 +167,8 @@ class VariablesGuard:
     def _compare(self, before: Facts, warn: Callable[[str], None]) -> None:
         """Compares the variables at the end of a body with those `before`."""
         bound = self._bound
-        now, self._before = self._facts(), None
+        now, self._before = self._facts([*self._variables()]), None
+        self._left = self._of_loss(now)
         if getattr(self._scheduler, "last_epoch", None) != self._epoch:
             raise LoopError(
                 "the body of the loop over ctx.steps called scheduler.step(), and so does the "
@@ -162,7 +181,7 @@ class VariablesGuard:
             if before.get(name, value) != value
         }
         of_model = self._buffers.attributes.changed_by_body()
-        changed |= {name: (repr(was), repr(value)) for name, (was, value) in of_model.items()}
+        changed |= {name: (_told(was), _told(value)) for name, (was, value) in of_model.items()}
         clocks = list(zip(self._clocks, _clocks(), strict=True))
         new: dict[str, str] = {}  # the fact now, by what a message names
         for name, (was, value) in changed.items():
@@ -189,18 +208,28 @@ class VariablesGuard:
                 "ctx.steps was given. Set what changes in its parameter groups"
             )
 
-    def _facts(self) -> Facts:
+    def _facts(self, variables: Sequence[tuple[str, Any]]) -> Facts:
         facts: Facts = {}
-        variables = list(self._variables())
+        of_loss = variables_of(self._loss)
+        self._prefixes = tuple(f"{name}." for name in of_loss)
         for name, value in variables:
             if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
                 raise LoopError(_scales("body of the loop over ctx.steps", name))
         passed = id(getattr(self._loss, "__self__", None)) in self._passed  # with all that it holds
-        for name, value in [*variables_of(self._loss).items(), *variables]:
+        for name, value in [*of_loss.items(), *variables]:
             if name not in self._named and not (passed and name.startswith("loss_fn.")):
                 facts |= self._facts_of(name, value)
         self._bound = {n: one for n, one in variables if isinstance(one, torch.optim.Optimizer)}
         return facts
+
+    def _of_loss(self, facts: Facts) -> Facts:
+        """Returns the facts about values that the loss function refers to. The length of a
+        container is none: it may be a cache."""
+        return {
+            name: fact
+            for name, fact in facts.items()
+            if not name.startswith("len(") and f"{_variable(name)}.".startswith(self._prefixes)
+        }
 
     def _variables(self) -> Iterator[tuple[str, Any]]:
         """Yields the variables of the frames that run the loop, from the train function inwards."""
@@ -240,6 +269,14 @@ class VariablesGuard:
         return found
 
     def _has_users_type(self, value: Any) -> bool:
+        if isinstance(value, type | types.ModuleType):
+            return self._is_of_user(value)
+        kind = type(value)
+        if kind not in self._users:
+            self._users[kind] = self._is_of_user(value)
+        return self._users[kind]
+
+    def _is_of_user(self, value: Any) -> bool:
         kind = value if isinstance(value, type) else type(value)
         if kind in (argparse.Namespace, types.SimpleNamespace):
             return True
@@ -271,6 +308,11 @@ class VariablesGuard:
                     own.pop("training", None)
                     facts = [self._look.facts_of(key, one) for key, one in own.items()]
                     yield name, f"{_MODULE} {id(value)} {seen} {facts}"
+            case type() | types.ModuleType() | types.FunctionType():
+                pass
+            case _ if self._has_users_type(value):
+                for key, item in [*attributes(value).items()][:_WITHIN]:
+                    yield from self._look_within.facts_of(f"{name}.{key}", item).items()
 
 
 class _Parts(NamedTuple):
@@ -278,6 +320,10 @@ class _Parts(NamedTuple):
 
     ids: Sequence[int]
     tensors: Sequence[Mapping[str, torch.Tensor | None]]
+
+
+def _told(value: Any) -> str:
+    return repr(value) if isinstance(value, PLAIN) else "#"
 
 
 def _variable(name: str) -> str:
@@ -305,7 +351,7 @@ def _warning(changed: Mapping[str, str]) -> str:
     if fact.startswith(_MODULE):
         remedy = f'state={{"{name}": {path}}} of ctx.steps'
     if of_model:
-        remedy = "make it a buffer"
+        remedy += f", and {path} = c.{name} in the loss function"
     names = listed([*changed], _NAMED)
     return (
         f"WARNING: the body of the loop over ctx.steps changes {names}. A worker that joins or "

@@ -12,7 +12,10 @@ hooks, entries of a scheduler's state_dict.
 from __future__ import annotations
 
 import copy
+import dis
 import enum
+import functools
+import inspect
 import io
 import logging
 import random
@@ -29,6 +32,7 @@ from torch import nn
 
 from elastic_dp.checkpoint.codec import STATE_TYPES, encode, register_state_type, to_bytes
 from elastic_dp.errors import ModelError, StateError
+from elastic_dp.module_pickling import is_installed
 
 Held = dict[str, dict[str, Any]]  # {"values": …, "objects": …}, each by name
 
@@ -119,6 +123,13 @@ class HeldValues:
                 self.tensors += [(kind, at, x) for x in own if kind]
         return {"values": values, "objects": objects}
 
+    def note_function(self, function: Any, path: str) -> None:
+        """Raises ModelError if what a function refers to has changed since it was noted."""
+        found = self._content_of(inspect.unwrap(function), path, refuses=False)
+        self._note_constant(
+            path, [to_bytes(state_of(x)).hex() if is_registered(x) else x for x in found]
+        )
+
     def _is_constant(self, value: Any) -> bool:
         """Also for the `id()` of an object that each worker has, since ids differ on each."""
         if id(value) in self._known or (type(value) is int and value in self._known):
@@ -143,11 +154,12 @@ class HeldValues:
             for one, two in zip(before, content, strict=True)
         ):
             raise ModelError(
-                f"{path}, or what its closure holds, has changed since the loop began, and is not "
-                f"carried to a worker that joins or to a checkpoint: {_REMEDY}"
+                f"{path}, or a variable that it uses, has changed since the loop began, and is not "
+                f"carried to a worker that joins or to a checkpoint: {_REMEDY}; make "
+                "a function an object with __call__"
             )
 
-    def _content_of(self, value: Any, path: str) -> list[Any]:
+    def _content_of(self, value: Any, path: str, *, refuses: bool = True) -> list[Any]:
         """Returns what a function of the user's is bound to. It may not change."""
         if isinstance(value, partial):
             held: list[Any] = [value.args, value.keywords, self._content_of(value.func, path)]
@@ -156,7 +168,7 @@ class HeldValues:
         else:
             return []
         leaves = list(_leaves(held))
-        for leaf in leaves:
+        for leaf in leaves if refuses else ():
             is_array = isinstance(leaf, torch.Tensor | np.ndarray)
             if (is_array and not self._is_constant(leaf)) or type(leaf) in STATE_TYPES:
                 raise ModelError(
@@ -164,7 +176,7 @@ class HeldValues:
                     "not carried to a worker that joins. Make it an object with __call__, "
                     "state_dict and load_state_dict"
                 )
-        return leaves
+        return [*leaves, *_leaves(_globals_of(value))]
 
     # ---------------------------------------------------------------------------------- writing
 
@@ -317,6 +329,21 @@ def _is_object(value: Any) -> bool:
 def _is_of_process(value: Any) -> bool:
     """Returns whether a class or a function is one of `_PROCESS`."""
     return str(value.__module__).partition(".")[0] in _PROCESS
+
+
+@functools.lru_cache(maxsize=256)
+def _globals_in(code: types.CodeType) -> list[str]:
+    """Returns the globals that code reads or writes."""
+    return [one.argval for one in dis.get_instructions(code) if one.opname.endswith("_GLOBAL")]
+
+
+def _globals_of(function: Any) -> list[Any]:
+    """Returns the values of the globals that a function names, and the states of generators."""
+    if not isinstance(function, types.FunctionType) or is_installed(function.__code__.co_filename):
+        return []
+    held = [function.__globals__.get(name) for name in _globals_in(function.__code__)]
+    states = [to_bytes(state_of(one)).hex() for one in held if type(one) in STATE_TYPES]
+    return states + [one for one in held if type(one) in (*_SCALARS, *_CONTAINERS)]
 
 
 def _content(cell: Any) -> Any:

@@ -11,7 +11,7 @@ Attributes that one micro-batch changes each time, such as a counter, stay as th
 before the first step names them. All workers find the same ones, by one micro-batch of step 1. Of
 small containers and arrays the content is compared, but not in layers of torch.
 
-What the body changes is named: numbers, text and functions.
+What the body changes is named: numbers, text, functions, tensors, and what such a container holds.
 """
 
 from __future__ import annotations
@@ -28,17 +28,21 @@ import numpy as np
 import torch
 from torch import nn
 
+from elastic_dp.checkpoint.codec import to_bytes
 from elastic_dp.errors import ModelError
+from elastic_dp.train.state.held_values import is_registered, state_of
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 _NAMED = (*_PLAIN, FunctionType, MethodType)  # kinds, where the body changes them
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
+_HELD = (torch.Tensor, np.ndarray, *_CONTAINERS)
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}  # other parts keep them
 _MOST = 1000  # elements of a container, and 8 bytes of an array, that are compared
 
 
 class _Content(NamedTuple):
-    """A tensor, with its version, or a container, with a copy, in an attribute."""
+    """A tensor, with its version, a container, with a copy, or a generator, with its state, in an
+    attribute."""
 
     place: int
     key: str
@@ -50,6 +54,8 @@ class _Content(NamedTuple):
         held, before = self.held, self.before
         if isinstance(held, torch.Tensor):
             return bool(held._version != before)
+        if is_registered(held):
+            return to_bytes(state_of(held)) != before
         if isinstance(held, np.ndarray):
             return held.shape != before.shape or held.tobytes() != before.tobytes()
         if len(held) != len(before) or isinstance(held, set):
@@ -110,6 +116,8 @@ class ModuleAttributes:
             if content is not None and content.has_changed:
                 if isinstance(content.held, torch.Tensor):
                     raise ModelError(_in_place_refusal(name, key))
+                if is_registered(content.held):
+                    raise ModelError(_drawn_refusal(name, key))
                 content.restore()
             if id(module) in written:
                 keys = sorted(key for at, key in changed if at == place)
@@ -131,7 +139,8 @@ class ModuleAttributes:
         for place, key in self._changed():
             was, now = self._all[place].get(key), self._dicts[place].get(key)
             is_named = type(was) in _NAMED and (key in self._all[place] or type(now) in _NAMED)
-            if is_named and key != "training" and not _same(now, was):
+            is_named = is_named and not _same(now, was)
+            if key != "training" and (is_named or isinstance(was, _HELD)):
                 found[self._path(place, key)] = was, now
         return found
 
@@ -190,6 +199,8 @@ def _to_compare(value: Any) -> Any:
     """Returns what the content of a value is compared with, or None."""
     if isinstance(value, torch.Tensor):
         return None if value.is_inference() else value._version
+    if is_registered(value):
+        return to_bytes(state_of(value))
     if isinstance(value, np.ndarray):
         is_small = value.nbytes <= 8 * _MOST and not value.dtype.hasobject
         return value.copy() if is_small and value.flags.writeable else None
@@ -206,6 +217,14 @@ def _in_place_refusal(name: str, key: str) -> str:
         f"forward changed {where} in place, a tensor that is neither a parameter nor a buffer, "
         "when the rows asked for it: what comes of it depends on which rows a worker has. Make it "
         "a buffer (register_buffer), whose changes by all workers are combined"
+    )
+
+
+def _drawn_refusal(name: str, key: str) -> str:
+    where = f"model.{name}.{key}".replace("..", ".")
+    return (
+        f"forward drew from {where}, a generator of its own: what comes of it depends on how many "
+        "micro-batches a worker has. Draw from the global generators, which are seeded for each"
     )
 
 

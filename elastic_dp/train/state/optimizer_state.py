@@ -11,6 +11,7 @@ created.
 
 from __future__ import annotations
 
+import types
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
@@ -75,6 +76,10 @@ class OptimizerState:
     def now(self) -> dict[str, Any]:
         """Returns what is held now."""
         read, self._held.tensors = self._held.read, []
+        for path, one in self._all:
+            self._held.note_function(type(one).step, f"{path}.step()")
+        for n, function in enumerate(_rates_of(self._scheduler)):
+            self._held.note_function(function, f"scheduler.lr_lambdas[{n}]")
         optimizers = [
             {
                 "groups": [
@@ -328,6 +333,13 @@ def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         for key, value in vars(optimizer).items()
         if key not in _OF_TORCH and not key.startswith("_optimizer_")
     }
+
+
+def _rates_of(scheduler: Any) -> list[Any]:
+    """Returns the functions of a LambdaLR, or of those in a chain or a sequence of schedulers."""
+    inner = [one for part in getattr(scheduler, "_schedulers", ()) for one in _rates_of(part)]
+    rates = getattr(scheduler, "lr_lambdas", ())
+    return [one for one in rates if isinstance(one, types.FunctionType)] + inner
 
 
 def _hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -20,6 +20,7 @@ has the same bits on all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -182,7 +183,8 @@ class Transaction:
     def _apply(self, step: int) -> StepRecord:
         self.reporter.report("apply")
         state, gradient, data = self.state, self.gradient, self.leaves.data
-        lr = float(state.optimizer.param_groups[0]["lr"])  # the scheduler changes it below
+        lr = state.optimizer.param_groups[0].get("lr")  # the scheduler changes it below
+        lr = math.nan if lr is None else float(lr)  # Adafactor may choose its own
         seed_everything(body_seed(self.seed, step))
         for participant in reversed(self.participants):
             participant.commit()

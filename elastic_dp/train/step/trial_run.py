@@ -33,7 +33,14 @@ import torch
 from elastic_dp.device.faults import suppress_errors_of_code
 from elastic_dp.device.gpu import chooses_kernels_by_time, is_gpu
 from elastic_dp.errors import DataError, LossError, ModelError
-from elastic_dp.train.exactness.facts import Facts, attributes_of, facts_of, listed, with_values
+from elastic_dp.train.exactness.facts import (
+    Facts,
+    attributes_of,
+    changes_by_micro_batch,
+    facts_of,
+    listed,
+    with_values,
+)
 from elastic_dp.train.gang import Gang
 from elastic_dp.train.step.leaf_runner import LeafRunner
 from elastic_dp.train.step.micro_batch import LossFn, MicroBatchResult
@@ -66,6 +73,7 @@ class TrialRun:
         self._leaves, self._leaf, self._loss_fn = leaves, leaves.leaf, loss_fn
         self._state, self._buffers = leaves.state, leaves.buffers
         self._written: str | None = None  # see `_watched_gradients`
+        self.changing: list[str] = []  # what the probe has seen to change each time
         # The other processes of a worker wait for one that raises.
         self._tolerates: Callable[[], AbstractContextManager[None]] = (
             suppress_errors_of_code if gang is None else nullcontext
@@ -100,7 +108,7 @@ class TrialRun:
             because.append(text)
             say(f"WARNING: not exact: {text}")
         if first is not None and second is not None:
-            changing = _differences(first.kept, second.kept)
+            changing = self.changing = _differences(first.kept, second.kept)
             error = _judge(left, first, second, _differences(kept, first.kept) or changing)
             results = _differences(first.result, second.result)
             if error is None:
@@ -196,13 +204,7 @@ def _warn(metrics: list[str], changing: list[str], say: Callable[[str], None]) -
             "repeated has another one: log it in the loop's body, and let nothing depend on it"
         )
     if changing:
-        say(
-            f"WARNING: {_listed(changing)} changes with each micro-batch. A worker that joins "
-            "or starts again begins with a value of its own, and how often it changes "
-            "depends on the number of workers. If the loss depends on it, make it a buffer "
-            "of the model, or an object that is passed as state= and changed in the loop's "
-            "body"
-        )
+        say(changes_by_micro_batch(_listed(changing)))
 
 
 def _settings_undone(device: torch.device) -> list[str]:

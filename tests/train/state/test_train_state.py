@@ -332,7 +332,7 @@ REFUSED = {
     "views of one vector": (zoo.Flat, "optimizer.state[0.weight].momentum share memory"),
     "a dict by parameter": (zoo.ByParameter, "optimizer.counts is a"),
     "a dict by id": (lambda p: zoo.ByParameter(p, id), "optimizer.counts is a"),
-    "a hook that counts": (counting_hook, "step_hooks.0, or what its closure holds, has changed"),
+    "a hook that counts": (counting_hook, "step_hooks.0, or a variable that it uses, has changed"),
     "a hook with a tensor": (hook_with_a_tensor, "step_hooks.0 is a function with a Tensor in its"),
 }
 
