@@ -204,8 +204,8 @@ class RunRecord:
                         "seed, pack), or the run was started by an earlier version of elastic_dp, "
                         "which counted the streams of large row groups otherwise. Set the old "
                         "value, go on with the old version, or use a new name= for a new run, "
-                        "which may begin with the "
-                        "weights that `elastic-dp checkpoints export` writes"
+                        "which may begin with the weights that `elastic-dp checkpoints export` "
+                        "writes"
                     )
                 if name == "data":
                     drawn = f" {_DRAWN}" if rows else ""

@@ -24,6 +24,7 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ Held = dict[str, dict[str, Any]]  # {"values": …, "objects": …}, each by nam
 
 _SCALARS = (type(None), bool, int, float, str)
 _CONTAINERS = (list, tuple, dict, OrderedDict, Counter, defaultdict, deque, set, frozenset)
+_MOST = 1000  # values of a function's variables that are compared in each step
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)
 _CONSTANTS = (
     *(type, types.ModuleType, types.CodeType, types.MethodWrapperType, property, slice),
@@ -167,7 +169,7 @@ class HeldValues:
             held = [_content(cell) for cell in value.__closure__ or ()]
         else:
             return []
-        leaves = list(_leaves(held))
+        leaves = list(_leaves(held) if refuses else islice(_leaves(held), _MOST))
         for leaf in leaves if refuses else ():
             is_array = isinstance(leaf, torch.Tensor | np.ndarray)
             if (is_array and not self._is_constant(leaf)) or type(leaf) in STATE_TYPES:
@@ -176,7 +178,7 @@ class HeldValues:
                     "not carried to a worker that joins. Make it an object with __call__, "
                     "state_dict and load_state_dict"
                 )
-        return [*leaves, *_leaves(_globals_of(value))]
+        return [*leaves, *islice(_leaves(_globals_of(value)), _MOST)]
 
     # ---------------------------------------------------------------------------------- writing
 

@@ -346,9 +346,8 @@ class TrainState:
             ):
                 p.requires_grad_(flag)
             modules, flags = [*self.model.modules()], tree["body"]["training"]
-            if len(modules) == len(
-                flags
-            ):  # else other code has made the model, and its flags count
+            # Else other code has made the model, and its flags count.
+            if len(modules) == len(flags):
                 for module, flag in zip(modules, flags, strict=True):
                     module.training = flag
         self.note_commit()
