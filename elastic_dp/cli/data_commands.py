@@ -121,7 +121,8 @@ def inspect(
     storage_option: StorageOption = None,
     as_json: Json = False,
 ) -> None:
-    """Describe the data at URL, what in it fails or is slow, and the command that fixes it."""
+    """Describe the data at URL, what in it fails or is slow, and the command that fixes it. The
+    exit code is 1 if something fails."""
     from elastic_dp.dataprep.inspection import inspect as inspect_data
 
     found = inspect_data(
@@ -136,6 +137,8 @@ def inspect(
         print_json(asdict(found))
     else:
         _print_inspection(found)
+    if any(one.kind == "refused" for one in found.findings):
+        raise typer.Exit(1)
 
 
 def _print_inspection(found: Inspection) -> None:

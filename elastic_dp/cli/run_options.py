@@ -129,6 +129,6 @@ def find_live_run(
         return found
     status = found.status()
     raise ClusterError(
-        f"{name} is not live: {status['reason']}. Run its script again, after its last step with a "
-        f"higher limit, to continue from step {status['step']}"
+        f"{name} is not live: {status['reason']}. Run its script again to continue from step "
+        f"{status['step']}; if that is its last step, raise its limit"
     )

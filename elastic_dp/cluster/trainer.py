@@ -459,6 +459,8 @@ class ElasticTrainer:
         if before is None:
             return []
         notes = []
+        if not Catalog(store).names():
+            notes.append("the run was started before and has no checkpoint: it begins at step 1")
         for text, may_be_a_mistake in start.changes(before):
             notes.append(f"since the last start of this run: {text}")
             if may_be_a_mistake:

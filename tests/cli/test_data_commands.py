@@ -64,6 +64,12 @@ def test_convert_and_inspect_print_a_summary_for_people(tmp_path):
     assert "slow: 1 row groups for 8 streams" in said.stdout
 
 
+def test_inspect_of_data_that_training_refuses_exits_with_1(tmp_path):
+    assert "refused: DataConfig.url" in run("data", "inspect", tmp_path / "none", code=1).stdout
+    said = run("data", "inspect", tmp_path / "none", "--json", code=1)
+    assert [one["kind"] for one in json.loads(said.stdout)["findings"]] == ["refused"]
+
+
 def test_convert_takes_a_query(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"x":1,"y":null}\n{"x":2,"y":3}\n')
     query = ("--query", "SELECT x FROM rows WHERE y IS NULL")

@@ -64,7 +64,7 @@ def test_verb_that_steers_a_run_which_has_ended_says_how_it_ended(verb, tmp_path
     said = CliRunner().invoke(app, words)
     assert said.exit_code == 2, said.output
     assert "mine is not live: finished after step 7: enough" in said.stderr
-    assert "after its last step with a higher limit, to continue from step 7" in said.stderr
+    assert "to continue from step 7; if that is its last step, raise its limit" in said.stderr
 
 
 @pytest.mark.parametrize(

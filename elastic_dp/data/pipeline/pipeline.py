@@ -28,7 +28,7 @@ from elastic_dp.threads import background
 READS_PER_PLAN = 8  # reads between two portions of the plan, so that it does not delay first reads
 _READS_QUEUED = 2  # beyond those in flight, so that no reading thread waits for the owner
 
-Made = tuple[Sequence[Any], int, Sequence[int]]  # micro-batches, their bytes, and bad rows
+Assembled = tuple[Sequence[Any], int, Sequence[int]]  # micro-batches, their bytes, and bad rows
 
 
 class Assembly(Protocol):
@@ -38,7 +38,7 @@ class Assembly(Protocol):
         """Copies rows out of row groups. Sets those that it keeps to None, and replaces what it
         changed. `may_keep`: bytes of those that nothing else needs."""
 
-    def finish(self, left_out: set[int], failed: dict[int, Exception], producer: int) -> Made:
+    def finish(self, left_out: set[int], failed: dict[int, Exception], producer: int) -> Assembled:
         """`left_out`: row groups whose rows are left out. `failed`: those of them for which a
         micro-batch is the exception. `producer`: the number of the calling thread."""
 
@@ -249,7 +249,7 @@ class Pipeline:
             return
         with self._starting:
             if not self._threads and not self._closed:
-                self._run("elastic-dp-data", self._own)
+                self._run("elastic-dp-data", self._run_owner)
 
     def _run(self, name: str, run: Callable[[], object]) -> None:
         thread = background(name, run, self.outbox.close)
@@ -258,7 +258,7 @@ class Pipeline:
 
     # ---------------------------------------------------------------------------- the owner's calls
 
-    def _own(self) -> None:
+    def _run_owner(self) -> None:
         for number in range(self._num_assemblers):
             self._run(f"elastic-dp-make-{number}", partial(self._assemble, number))
         planned = False
@@ -278,7 +278,7 @@ class Pipeline:
         return step, waiting
 
     def _follow(self) -> None:
-        """Plans what the threads that take are at."""
+        """Plans what waiting threads need."""
         step, waiting = self._note_taken()
         if step > self._planner.step:
             self.outbox.drop(self._planner.pass_to(step, waiting))
@@ -299,10 +299,10 @@ class Pipeline:
             lambda work: not new.isdisjoint(self._source.row_groups([work]))
         )
         self.outbox.drop(works)
-        self._bad_are(new)
+        self._add_bad(new)
         self.outbox.notify()
 
-    def _bad_are(self, found: Iterable[int]) -> None:
+    def _add_bad(self, found: Iterable[int]) -> None:
         self.bad = self.bad.union(found)
 
     def _stop(self) -> None:
@@ -385,14 +385,14 @@ class Pipeline:
         chunk.todo.discard(number)
         chunk.left_out.add(number)
         if self._skip_bad:
-            self._bad_are([number])
+            self._add_bad([number])
         else:
             chunk.failed[number] = content
         self.memory.release(chunk.key, number)
 
     def _read(self) -> bool:
-        """Requests row groups. Returns whether more could be read than is needed, or than there is
-        memory for."""
+        """Requests row groups. Returns whether nothing is left to request: no more is needed, or
+        there is no memory for more."""
         limit = 0 if self._row_groups is None else self._row_groups.threads()
         while self._readers < limit:
             self._run(f"elastic-dp-read-{self._readers}", self._read_blocks)
@@ -408,7 +408,7 @@ class Pipeline:
             self._requests.put(number)
         return False
 
-    def _landed(self, number: int, content: Columns | Exception, nbytes: int) -> None:
+    def _read_finished(self, number: int, content: Columns | Exception, nbytes: int) -> None:
         self._reading -= 1
         self._read_since += 1
         self.groups_read += 1
@@ -433,11 +433,11 @@ class Pipeline:
                 self._is_here(number)
         contents.clear()
 
-    def _end(self, chunk: Chunk, contents: dict[int, Any], made: Made) -> None:
+    def _end(self, chunk: Chunk, contents: dict[int, Any], made: Assembled) -> None:
         self._give_back(chunk, contents)
         items, nbytes, bad = made
         if bad:
-            self._bad_are(bad)
+            self._add_bad(bad)
         self._begun.pop(chunk.key, None)
         self.memory.forget(chunk.key)
         chunk.assembly = None
@@ -456,13 +456,13 @@ class Pipeline:
                 content, nbytes = self._row_groups.read(number)
             except Exception as error:  # of a store or a decoder: raised where the rows are needed
                 content, nbytes = error, 0
-            self._calls.put(partial(self._landed, number, content, nbytes))
+            self._calls.put(partial(self._read_finished, number, content, nbytes))
             content = None  # no reference must remain when the memory is reused
 
     def _assemble(self, producer: int) -> None:
         while (task := self._tasks.get()) is not None:
             chunk, contents, may_keep, is_last = task
-            made: Made | None = None
+            made: Assembled | None = None
             try:
                 if chunk.assembly is None:
                     chunk.assembly = self._source.assembly(chunk.micro_batches)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -251,6 +252,14 @@ class Noted(nn.Sequential):
 
     def set_extra_state(self, state):
         self.note = {key: state[key] for key in self.note}
+
+
+def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(tmp_path):
+    fit(tmp_path)
+    shutil.rmtree(tmp_path / "again" / "checkpoints")
+    result, _ = fit(tmp_path, max_steps=5)
+    assert any("has no checkpoint: it begins at step 1" in x for x in said(tmp_path))
+    assert result.weights_sha256 == fit(tmp_path / "at once", max_steps=5)[0].weights_sha256
 
 
 def test_a_changed_config_is_told(tmp_path):
