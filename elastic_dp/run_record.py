@@ -361,7 +361,7 @@ def _read_result(url: str) -> tuple[Result | None, RunLimits]:
         raise FileDamaged(where, f"its {_LIMITS} are {limits!r:.40}", _RESULT_AGAIN)
     result = make(Result, stored, where, _RESULT_AGAIN)
     # The folder may have been moved. `load_state` and `export` need it, and the URL's options.
-    result = dataclasses.replace(result, path=url, name=url.rstrip("/").rpartition("/")[2])
+    result = dataclasses.replace(result, path=url)
     return result, make(RunLimits, limits, f"{where} ({_LIMITS})", _RESULT_AGAIN)
 
 

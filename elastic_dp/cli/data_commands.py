@@ -121,8 +121,7 @@ def inspect(
     storage_option: StorageOption = None,
     as_json: Json = False,
 ) -> None:
-    """Describe the data at URL, what in it fails or is slow, and the command that fixes it. The
-    exit code is 1 if something fails."""
+    """Describe the data at URL, what in it fails or is slow, and the command that fixes it."""
     from elastic_dp.dataprep.inspection import inspect as inspect_data
 
     found = inspect_data(
