@@ -466,8 +466,8 @@ def prove(backend: Any, secret: bytes, name: str, *, rank: int, world_size: int)
     """Has each two members prove the secret to each other, on the connection that they will use. No
     two groups have the same `name`, so a proof is never used again. A process that listens in on a
     connection cannot reuse a proof: the receiver has already accepted the sender's. Returns when
-    all members have all proofs: where forming fails for one, it fails for all, and none uses its
-    port again. Raises ConnectionError."""
+    all members have all proofs: while one lacks some, none has a group, and where that one fails,
+    none uses its port again. Raises ConnectionError."""
 
     def proof(sender: int, receiver: int) -> bytes:
         text = f"elastic_dp member {sender} to {receiver} of {world_size} in {name}"

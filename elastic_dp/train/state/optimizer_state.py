@@ -337,8 +337,10 @@ def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def _rates_of(scheduler: Any) -> list[Any]:
     """Returns the functions of a LambdaLR, or of those in a chain or a sequence of schedulers."""
-    inner = [one for part in getattr(scheduler, "_schedulers", ()) for one in _rates_of(part)]
-    rates = getattr(scheduler, "lr_lambdas", ())
+    inner = [
+        one for part in getattr(scheduler, "_schedulers", None) or () for one in _rates_of(part)
+    ]
+    rates = getattr(scheduler, "lr_lambdas", None) or ()
     return [one for one in rates if isinstance(one, types.FunctionType)] + inner
 
 
