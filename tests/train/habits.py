@@ -657,7 +657,7 @@ def hook_that_writes_a_global(model, optimizer):
     optimizer.register_step_pre_hook(smooth)
 
 
-@said("changes teacher")
+@said("the body of the loop over ctx.steps changes teacher")
 def teacher_not_passed(model, optimizer):
     """a teacher that the body averages and the loss uses, not passed as `state=`"""
     teacher = copy.deepcopy(model).eval().requires_grad_(False)
@@ -672,7 +672,7 @@ def teacher_not_passed(model, optimizer):
     return {"loss_fn": loss_fn, "body": body}
 
 
-@said("changes teacher")
+@said("the body of the loop over ctx.steps changes teacher")
 def teacher_by_data(model, optimizer):
     """the same by way of `.data`"""
     teacher = copy.deepcopy(model).eval().requires_grad_(False)
@@ -687,7 +687,7 @@ def teacher_by_data(model, optimizer):
     return {"loss_fn": loss_fn, "body": body}
 
 
-@said("changes deep")
+@said("the body of the loop over ctx.steps changes deep")
 def last_layer_of_a_teacher(model, optimizer):
     """the same of its last layer only"""
     deep = nn.Sequential(*(nn.Linear(16, 16) for _ in range(9)), nn.Linear(16, 4))
@@ -702,7 +702,7 @@ def last_layer_of_a_teacher(model, optimizer):
     return {"loss_fn": loss_fn, "body": body}
 
 
-@said("changes shadow")
+@said("the body of the loop over ctx.steps changes shadow")
 def large_container(model, optimizer):
     """a large container whose items the body replaces, not passed as `state=`"""
     shadow = {number: torch.zeros(4) for number in range(100)}
@@ -833,7 +833,7 @@ class Meter:
         self.mean = 0.0
 
 
-@said("changes meters")
+@said("the body of the loop over ctx.steps changes meters")
 def meters_in_a_list(ctx):
     """the same in objects of yours, in a list or in an object"""
     model, meters = classifier(), [Meter()]
@@ -875,7 +875,7 @@ def experts(ctx):
     run(ctx, loss_fn, model)
 
 
-@said("changes model.warmth")
+@said("the body of the loop over ctx.steps changes model.warmth")
 def attribute_in_the_body(model, optimizer):
     """a module's attribute set in the body"""
     model.warmth = 1.0
@@ -886,7 +886,7 @@ def attribute_in_the_body(model, optimizer):
     return {"loss_fn": lambda m, b: cross_entropy(m, b) * m.warmth, "body": body}
 
 
-@said("changes model.mask")
+@said("the body of the loop over ctx.steps changes model.mask")
 def mask_in_the_body(model, optimizer):
     """a module's tensor that is no buffer (a mask), written in the body"""
     model.mask = torch.ones(4)

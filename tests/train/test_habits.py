@@ -134,7 +134,8 @@ def table():
     rows = ["| what the code does | what comes of it | |", "|---|---|---|"]
     for habit in HABITS.values():
         error = f"`{habit.error.__name__}`: " if habit.error else ""
-        detail = error + (f"“… {habit.words} …”" if habit.words else habit.note)
+        words = habit.words.removeprefix("the body of the loop over ctx.steps ")
+        detail = error + (f"“… {words} …”" if words else habit.note)
         detail = detail.replace("[", r"\[")  # two pairs in a row would be a link
         rows.append(f"| {habit.what} | {habit.outcome} | {detail} |")
     return "\n".join(rows)

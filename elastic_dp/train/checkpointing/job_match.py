@@ -21,6 +21,7 @@ from elastic_dp.config import JobSpec
 from elastic_dp.config.schedules import stored
 from elastic_dp.errors import RunMismatch
 from elastic_dp.torch_settings import DTYPE
+from elastic_dp.train.state.optimizer_state import inner_schedulers
 from elastic_dp.train.state.train_state import TrainState, layout_of
 from elastic_dp.wording import counted
 
@@ -68,9 +69,10 @@ def _of_scheduler(name: str, values: Mapping[str, Any]) -> Iterator[tuple[str, A
 
 def _class_of(scheduler: Any) -> str | None:
     """Returns the name of its class and of those that it is made of."""
-    inner = ", ".join(map(str, map(_class_of, getattr(scheduler, "_schedulers", ()))))
-    name = type(scheduler).__name__ + (f"({inner})" if inner else "")
-    return None if scheduler is None else name
+    if scheduler is None:
+        return None
+    inner = ", ".join(str(_class_of(one)) for one in inner_schedulers(scheduler))
+    return type(scheduler).__name__ + (f"({inner})" if inner else "")
 
 
 def changes_since(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[str]:

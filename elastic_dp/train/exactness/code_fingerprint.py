@@ -89,7 +89,7 @@ class _Walk:
         variables: set[str] = set()  # without attributes that have the name of one
         for code in _codes(value.__code__):
             names.update(code.co_names)
-            variables.update(_global_names(code))
+            variables.update(global_names(code))
             plain = [_text(c) for c in code.co_consts if _is_plain(c) and c != value.__doc__]
             self._add(f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {plain}")
         self.visit("defaults", value.__defaults__)
@@ -118,10 +118,14 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(const)
 
 
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "LOAD_NAME" or "GLOBAL" in instruction.opname:
-            yield instruction.argval
+@functools.lru_cache(maxsize=256)
+def global_names(code: types.CodeType) -> tuple[str, ...]:
+    """Returns the globals that code reads or writes."""
+    return tuple(
+        one.argval
+        for one in dis.get_instructions(code)
+        if one.opname == "LOAD_NAME" or "GLOBAL" in one.opname
+    )
 
 
 def _is_plain(value: Any) -> bool:

@@ -12,9 +12,7 @@ hooks, entries of a scheduler's state_dict.
 from __future__ import annotations
 
 import copy
-import dis
 import enum
-import functools
 import inspect
 import io
 import logging
@@ -34,6 +32,7 @@ from torch import nn
 from elastic_dp.checkpoint.codec import STATE_TYPES, encode, register_state_type, to_bytes
 from elastic_dp.errors import ModelError, StateError
 from elastic_dp.module_pickling import is_installed
+from elastic_dp.train.exactness.code_fingerprint import global_names
 
 Held = dict[str, dict[str, Any]]  # {"values": …, "objects": …}, each by name
 
@@ -127,10 +126,7 @@ class HeldValues:
 
     def note_function(self, function: Any, path: str) -> None:
         """Raises ModelError if what a function refers to has changed since it was noted."""
-        found = self._content_of(inspect.unwrap(function), path, refuses=False)
-        self._note_constant(
-            path, [to_bytes(state_of(x)).hex() if is_registered(x) else x for x in found]
-        )
+        self._note_constant(path, self._content_of(inspect.unwrap(function), path, refuses=False))
 
     def _is_constant(self, value: Any) -> bool:
         """Also for the `id()` of an object that each worker has, since ids differ on each."""
@@ -150,6 +146,7 @@ class HeldValues:
         return constant or _is_of_process(cls)
 
     def _note_constant(self, path: str, content: list[Any]) -> None:
+        content = [to_bytes(state_of(x)).hex() if is_registered(x) else x for x in content]
         before = self._constants.setdefault(path, content)
         if len(before) != len(content) or not all(
             one is two or (type(one) in _SCALARS and one == two)
@@ -333,19 +330,13 @@ def _is_of_process(value: Any) -> bool:
     return str(value.__module__).partition(".")[0] in _PROCESS
 
 
-@functools.lru_cache(maxsize=256)
-def _globals_in(code: types.CodeType) -> list[str]:
-    """Returns the globals that code reads or writes."""
-    return [one.argval for one in dis.get_instructions(code) if one.opname.endswith("_GLOBAL")]
-
-
 def _globals_of(function: Any) -> list[Any]:
-    """Returns the values of the globals that a function names, and the states of generators."""
+    """Returns the numbers, texts, containers and generators among the globals that a function
+    names."""
     if not isinstance(function, types.FunctionType) or is_installed(function.__code__.co_filename):
         return []
-    held = [function.__globals__.get(name) for name in _globals_in(function.__code__)]
-    states = [to_bytes(state_of(one)).hex() for one in held if type(one) in STATE_TYPES]
-    return states + [one for one in held if type(one) in (*_SCALARS, *_CONTAINERS)]
+    held = [function.__globals__.get(name) for name in global_names(function.__code__)]
+    return [x for x in held if type(x) in (*_SCALARS, *_CONTAINERS) or is_registered(x)]
 
 
 def _content(cell: Any) -> Any:

@@ -335,11 +335,14 @@ def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
+def inner_schedulers(scheduler: Any) -> Iterable[Any]:
+    """Returns the schedulers of a chain or a sequence; none of another scheduler."""
+    return getattr(scheduler, "_schedulers", None) or ()
+
+
 def _rates_of(scheduler: Any) -> list[Any]:
     """Returns the functions of a LambdaLR, or of those in a chain or a sequence of schedulers."""
-    inner = [
-        one for part in getattr(scheduler, "_schedulers", None) or () for one in _rates_of(part)
-    ]
+    inner = [one for part in inner_schedulers(scheduler) for one in _rates_of(part)]
     rates = getattr(scheduler, "lr_lambdas", None) or ()
     return [one for one in rates if isinstance(one, types.FunctionType)] + inner
 
