@@ -27,6 +27,8 @@ from elastic_dp.urls import StorageURL
 if TYPE_CHECKING:
     from elastic_dp.cluster.run_handle import Run
 
+_PORT = 8642
+
 
 def report(
     name: Name,
@@ -42,8 +44,11 @@ def report(
         typer.Option("--control", help="Let whoever has the token scale, checkpoint and stop it."),
     ] = False,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="The port to listen on; 0: any free one.")
-    ] = 8642,
+        int | None,
+        typer.Option(
+            min=0, max=65535, help=f"The port to listen on; 0: any free one. Default: {_PORT}."
+        ),
+    ] = None,
     token: Annotated[
         str | None,
         typer.Option(
@@ -73,8 +78,9 @@ def report(
         raise SpecError(
             "--output names a file for the page, and --json and --live write none: give one of them"
         )
-    if not live and control:
-        raise SpecError("--control is of a served page: add --live")
+    if not live and (control or port is not None):
+        option = "--control" if control else "--port"
+        raise SpecError(f"{option} is of a served page: add --live")
     name, storage_path = name_and_path(name, storage_path)
     if storage_path is None:
         found = find_run(name, address, None, None).url
@@ -103,7 +109,12 @@ def report(
         shown = f"{here}#token={secret}" if secret else here
         print_reply({"url": shown}, shown, as_json)
 
-    serve(ServedRun(name, url, find_live if control else None), token or secret, port, ready)
+    serve(
+        ServedRun(name, url, find_live if control else None),
+        token or secret,
+        _PORT if port is None else port,
+        ready,
+    )
 
 
 def _write(name: str, url: StorageURL, output: Path | None, as_json: bool) -> None:

@@ -46,6 +46,7 @@ def test_ui_prints_its_address_serves_and_ends_by_a_signal(stored):
         (["night", "--live", "--host", "0.0.0.0"], "--host does not exist any more; the page is"),
         (["night", "--live", "--token", "short"], "the token is too short"),
         (["night", "--control"], "--control is of a served page: add --live"),
+        (["night", "--port", "80"], "--port is of a served page: add --live"),
         (["night", "--live", "-o", "x.html"], "--output names a file for the page"),
         (["nobody", "--live"], "no run named 'nobody'"),
     ],
