@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_dp.config import JobSpec, MapStyleData
+from elastic_dp.config import DataConfig, JobSpec, MapStyleData
 from elastic_dp.errors import FileDamaged, RunMismatch
 from elastic_dp.run_record import RunLimits
 from elastic_dp.storage import Store
@@ -52,11 +52,8 @@ class StartRecord:
         total = math.inf if steps_of is None else limits.steps(steps_of)
         total_steps = int(total) if total < math.inf else None
         growth = spec.scaling.growth
-        data = spec.data
-        first = type(data.dataset) if isinstance(data, MapStyleData) else data.transform
-        of_data = (each for each in (first, data.collate_fn) if each is not None)
         return cls(
-            code_fingerprint(train, *of_data),
+            code_fingerprint(train, *_code_of(spec.data)),
             python,
             limits,
             total_steps,
@@ -74,9 +71,6 @@ class StartRecord:
             if now != then:
                 is_raised = then is not None and (now is None or now > then)
                 found.insert(0, (f"{name} is {now} now, was {then}", not is_raised))
-        if before.config is not None and before.config != self.config:
-            keys = {key for key, _ in {*before.config.items()} ^ {*(self.config or {}).items()}}
-            found.append((f"of config, {', '.join(sorted(keys))} changed", True))
         if before.growth != self.growth:
             now, then = (
                 ", ".join(f"{number} after step {steps}" for steps, number in each.items())
@@ -89,15 +83,32 @@ class StartRecord:
         return sorted(found, key=lambda change: change[1])
 
     def code_changed(self, before: StartRecord) -> list[str]:
-        """Return changes of Python and of the code, in words."""
+        """Return changes of Python, of the code and of `config`, in words."""
+        found = []
         if before.python != self.python:
-            return [f"Python is {self.python} now, was {before.python}"]
-        if before.code != self.code:
-            return ["the code of the train function, of the data, or of what they use, has changed"]
-        return []
+            found.append(f"Python is {self.python} now, was {before.python}")
+        elif before.code != self.code:
+            found.append(
+                "the code of the train function, of the data, or of what they use, has changed"
+            )
+        if before.config is not None and before.config != self.config:
+            keys = {key for key, _ in {*before.config.items()} ^ {*(self.config or {}).items()}}
+            found.append(f"other values in config: {', '.join(sorted(keys))}")
+        return found
 
     def write(self, store: Store) -> None:
         write_json(store, _NAME, dataclasses.asdict(self), _FORMAT)
+
+
+def _code_of(data: DataConfig | MapStyleData) -> Iterator[Any]:
+    """Yield classes and functions that make rows, also of data sets that others are made of."""
+    pending = [data.collate_fn, data.dataset if isinstance(data, MapStyleData) else data.transform]
+    for one in pending:  # it grows
+        yield one if callable(one) else type(one)
+        held = getattr(one, "__dict__", {})
+        yield from filter(callable, held.values())
+        inner = held.get("datasets", [held["dataset"]] if "dataset" in held else [])
+        pending += inner if isinstance(inner, list) else []  # of a ConcatDataset, of a Subset
 
 
 def last_start(store: Store) -> StartRecord | None:

@@ -136,8 +136,10 @@ class PreviousStep:
             value.copy_(now)
 
     def _set_modes(self, training: list[bool]) -> None:
-        for module, flag in zip(self._model.modules(), training, strict=True):
-            module.training = flag
+        modules = [*self._model.modules()]
+        if len(modules) == len(training):  # else other code has made them; see `TrainState.adopt`
+            for module, flag in zip(modules, training, strict=True):
+                module.training = flag
 
     def _require(self, flags: list[bool]) -> None:
         for p, flag in zip(self._parameters, flags, strict=True):

@@ -55,6 +55,7 @@ def hyperparameters_of(
             "requires_grad": [n for n, p in state.parameters.items() if not p.requires_grad],
             "training": [n for n, module in state.model.named_modules() if not module.training],
         },
+        "modules": len([*state.model.modules()]),
     }
 
 
@@ -80,13 +81,14 @@ def changes_since(then: Mapping[str, Any], now: Mapping[str, Any], step: int) ->
     `hyperparameters_of` returns them."""
     before, after = then.get("values", now["values"]), now["values"]  # old ones lack them
     texts = [
-        f"{name} is {after.get(name)} in the code now, was {before.get(name)}"
+        f"{name} is {new} in the code now, was {old}"
         for name in dict.fromkeys([*before, *after])
-        if before.get(name) not in ("", after.get(name))
+        if "" not in (old := before.get(name, ""), new := after.get(name)) and old != new
     ]
+    same_modules = then.get("modules", now["modules"]) == now["modules"]
     for what, off in then.get("off", {}).items():
         changed = sorted({*off} ^ {*now["off"][what]})
-        if changed:
+        if changed and (same_modules or what != "training"):  # see `TrainState.adopt`
             name = ".".join(filter(None, ("model", changed[0], what)))
             more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
             was = changed[0] not in off

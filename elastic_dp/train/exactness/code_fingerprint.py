@@ -19,6 +19,8 @@ from typing import Any
 
 from elastic_dp.module_pickling import is_of_user
 
+_WRAPPERS = (staticmethod, classmethod, functools._lru_cache_wrapper)
+
 
 def code_fingerprint(train: Any, *of_data: Any, constants: bool = True) -> str:
     """Returns 16 hexadecimal digits. `of_data`: functions and classes that the data uses. Workers
@@ -31,7 +33,9 @@ def code_fingerprint(train: Any, *of_data: Any, constants: bool = True) -> str:
 
 
 def text_digest(value: Any) -> str:
-    """Returns 16 hexadecimal digits of a value of numbers and texts; "" of any other one."""
+    """Returns 16 hexadecimal digits of a value of numbers and texts, or of an object with such
+    attributes, as of argparse; "" of any other one."""
+    value = getattr(value, "__dict__", value)
     return hashlib.sha256(_text(value).encode()).hexdigest()[:16] if _is_plain(value) else ""
 
 
@@ -49,8 +53,8 @@ class _Walk:
         elif isinstance(value, types.MethodType):
             self.visit(name, value.__func__)
             self.visit(name, type(value.__self__))
-        elif isinstance(value, staticmethod | classmethod):
-            self.visit(name, value.__func__)
+        elif isinstance(value, _WRAPPERS):
+            self.visit(name, value.__wrapped__)
         elif isinstance(value, property):
             self.visit(name, value.fget)
         elif _is_plain(value):
@@ -78,7 +82,7 @@ class _Walk:
         for base in value.__bases__:
             self.visit(base.__qualname__, base)
         for key, member in sorted(vars(value).items()):
-            if isinstance(member, types.FunctionType | staticmethod | classmethod | property) or (
+            if isinstance(member, (types.FunctionType, property, *_WRAPPERS)) or (
                 _is_plain(member) and not key.startswith("__")
             ):
                 self.visit(key, member)
@@ -128,11 +132,11 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
     )
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, deepest: int = 99) -> bool:
     if isinstance(value, dict):
-        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
-    if isinstance(value, tuple | list | set | frozenset):
-        return all(map(_is_plain, value))
+        value = [*value, *value.values()]
+    if isinstance(value, tuple | list | set | frozenset):  # it may contain itself
+        return deepest > 0 and all(_is_plain(one, deepest - 1) for one in value)
     return value is None or type(value) in (int, float, complex, bool, str, bytes, type(...))
 
 
@@ -142,4 +146,6 @@ def _text(value: Any) -> str:
         return f"{{{sorted(map(_text, value))}}}"
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, dict):
+        return f"dict{_text([*value.items()])}"
     return repr(value)

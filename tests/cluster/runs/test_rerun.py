@@ -1,5 +1,8 @@
 """Running it again: each row of the table in docs/checkpoints.md."""
 
+import argparse
+import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -11,8 +14,10 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils import data as data_utils
 
 import elastic_dp as edp
+from elastic_dp.cluster.runs.run_history import StartRecord
 from elastic_dp.errors import ModelError, RunMismatch
 from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
 from tests.runs import Points, group, spec_of
@@ -213,12 +218,15 @@ def test_what_the_code_sets_and_the_checkpoint_decides_is_told(then, now, words,
     )
 
 
-def test_a_layer_without_state_may_be_added(tmp_path):
-    """As `nn.Dropout`: the advice was to delete the checkpoint."""
-    fit(tmp_path, of_parts())
-    more = of_parts(model=lambda: classifier().append(nn.Dropout(0.1)))
-    result, warned = fit(tmp_path, more, max_steps=6)
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_layer_without_state_may_be_added(staleness, tmp_path):
+    """As `nn.Dropout`: the advice was to delete the checkpoint. Flags of the code count then."""
+    fit(tmp_path, of_parts(), staleness=staleness)
+    more = classifier().append(nn.Dropout(0.0))
+    more[2].eval()
+    result, warned = fit(tmp_path, of_parts(lambda: more), max_steps=6, staleness=staleness)
     assert result.step == 6 and "code of the train function" in warned[0]
+    assert not more[2].training and not any("training is" in text for text in said(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -263,9 +271,15 @@ def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(tmp_path):
 
 
 def test_a_changed_config_is_told(tmp_path):
-    fit(tmp_path, config={"smoothing": 0.1, "secret": "abc", "kept": [1, 2]})
-    _, warned = fit(tmp_path, max_steps=6, config={"smoothing": 0.2, "kept": [1, 2]})
-    assert warned == ["since the last start of this run: of config, secret, smoothing changed"]
+    kept = {"kept": [1, {"a": 2}], "itself": []}
+    kept["itself"].append(kept)
+    then = {"args": argparse.Namespace(smoothing=0.1), "secret": "abc"}
+    fit(tmp_path, config=kept | then)
+    now = kept | {"args": argparse.Namespace(smoothing=0.2)}
+    told = "other values in config: args, secret"
+    assert fit(tmp_path, config=now)[1] == [f"{told}; the stored result is returned all the same"]
+    _, warned = fit(tmp_path, max_steps=6, config=now)
+    assert warned == [f"since the last start of this run: {told}"]
     assert "abc" not in (tmp_path / "again" / "start.json").read_text()
 
 
@@ -362,7 +376,7 @@ def test_run_once_continued_on_another_kind_of_machine_stays_inexact(tmp_path, m
 # ------------------------------------------------------------------------------------------- code
 
 SCRIPT = """
-RATES = {"a", "b", "c", "d"}
+RATES = {"all": {"a", "b", "c", "d"}}
 class Net:
     depth = 3
     def forward(self, x):
@@ -371,7 +385,7 @@ def helper(x):
     return x * RATE
 RATE = 2
 def train(ctx):
-    net, names = Net(2, 2), {n for n in RATES if n in {"a", "b", "c"}}
+    net, names = Net(2, 2), {n for n in RATES["all"] if n in {"a", "b", "c"}}
     for _ in ctx.steps(net, None, lambda model, batch: model(batch)):
         pass
 max_steps = 10
@@ -453,6 +467,30 @@ def test_functions_of_a_table_and_of_the_data_count():
     assert code_fingerprint(at(1)["train"]) != code_fingerprint(at(2)["train"])
     alike = trains()
     assert code_fingerprint(alike, at(1)["loss"]) != code_fingerprint(alike, at(2)["loss"])
+
+
+class Transformed(Points):
+    def __init__(self, transform):
+        super().__init__()
+        self.transform = transform
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda function: Transformed(functools.lru_cache(function)),
+        lambda function: data_utils.Subset(Transformed(function), [0]),
+        lambda function: data_utils.ConcatDataset([Points(), Transformed(function)]),
+    ],
+)
+def test_functions_within_a_data_set_count(around):
+    def at(factor):
+        names = {"__name__": "a_job"}
+        exec(f"def transform(row):\n    return row * {factor}", names)
+        data = edp.MapStyleData(around(names["transform"]), micro_batch_size=4)
+        return StartRecord.of(dataclasses.replace(spec_of(), data=data), FIRST).code
+
+    assert at(1) == at(1) != at(2)
 
 
 def test_closures_and_partials_count():
