@@ -642,6 +642,20 @@ def rate_that_counts(model, optimizer):
     return {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, rate)}
 
 
+class Rate:
+    calls = 0
+
+    def of_step(self, _):
+        self.calls += 1
+        return 1 / self.calls
+
+
+@refused(ModelError, "scheduler.lr_lambdas[0], or a variable that it uses")
+def method_that_counts(model, optimizer):
+    """the same of a method that counts them in its object"""
+    return {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, Rate().of_step)}
+
+
 NORMS = [1.0]
 
 

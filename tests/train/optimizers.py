@@ -147,6 +147,8 @@ class Lookahead(torch.optim.Optimizer):
         self.inner, self.every, self.calls = inner, every, 0
         self.param_groups, self.defaults = inner.param_groups, inner.defaults
         self.state = defaultdict(dict)
+        self._optimizer_step_pre_hooks = OrderedDict()  # and none of its other hooks
+        self._optimizer_step_post_hooks = OrderedDict()
 
     @torch.no_grad()
     def step(self):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import types
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,8 @@ class OptimizerState:
         self._all = list(found.values())  # the outermost one first
         self.all = [one for _, one in self._all]
         self._held = HeldValues()
-        self._held.know(*model.modules(), *model.parameters(), *model.buffers(), *others)
+        self._others = list(others)
+        self._held.know(*model.modules(), *model.parameters(), *model.buffers(), *self._others)
         if scheduler is not None:
             self._held.know(scheduler)
         for path, one in self._all:
@@ -78,7 +80,7 @@ class OptimizerState:
         read, self._held.tensors = self._held.read, []
         for path, one in self._all:
             self._held.note_function(type(one).step, f"{path}.step()")
-        for n, function in enumerate(_rates_of(self._scheduler)):
+        for n, function in enumerate(_rates_of(self._scheduler, self._others)):
             self._held.note_function(function, f"scheduler.lr_lambdas[{n}]")
         optimizers = [
             {
@@ -158,7 +160,7 @@ class OptimizerState:
 
     def _prepare(self, path: str, one: torch.optim.Optimizer) -> None:
         check_kind(path, one, self._names)
-        if "_optimizer_step_pre_hooks" not in vars(one):  # its __init__ does not call torch's
+        if "_optimizer_load_state_dict_pre_hooks" not in vars(one):  # it does not call torch's
             vars(one).setdefault("defaults", {})
             torch.optim.Optimizer.__setstate__(one, {})
         self._held.know(one, *(getattr(one, name) for name in _OF_TORCH if hasattr(one, name)))
@@ -340,11 +342,19 @@ def inner_schedulers(scheduler: Any) -> Iterable[Any]:
     return getattr(scheduler, "_schedulers", None) or ()
 
 
-def _rates_of(scheduler: Any) -> list[Any]:
-    """Returns the functions of a LambdaLR, or of those in a chain or a sequence of schedulers."""
-    inner = [one for part in inner_schedulers(scheduler) for one in _rates_of(part)]
-    rates = getattr(scheduler, "lr_lambdas", None) or ()
-    return [one for one in rates if isinstance(one, types.FunctionType)] + inner
+def _rates_of(scheduler: Any, carried: Iterable[Any]) -> Iterator[Any]:
+    """Yields the functions of a LambdaLR, or of those in a chain or a sequence of schedulers: of
+    methods also the attributes that they name, unless their object is `carried`."""
+    for one in inner_schedulers(scheduler):
+        yield from _rates_of(one, carried)
+    for rate in getattr(scheduler, "lr_lambdas", None) or ():
+        function, owner = getattr(rate, "__func__", rate), getattr(rate, "__self__", None)
+        if isinstance(function, types.FunctionType) and all(owner is not x for x in carried):
+            held = getattr(owner, "__dict__", {})
+            names = function.__code__.co_names
+            yield partial(function, {name: held[name] for name in names if name in held})
+        elif isinstance(rate, partial):
+            yield rate
 
 
 def _hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
