@@ -567,7 +567,7 @@ class WorkerSession:
         self.loop.in_body = True
         # Not in the commit: a member that takes the step over runs this body, too.
         seed_everything(body_seed(self.spec.data.seed, record.number))
-        self._parts.variables_guard.body_begins()
+        self._parts.variables_guard.body_begins(self._warn)
         self.report("body")
         self.pass_point("body")
         return record

@@ -10,14 +10,13 @@ one minor version to the next, so its version is stored with the digest.
 
 from __future__ import annotations
 
-import dis
 import functools
 import hashlib
 import types
-from collections.abc import Iterator
 from typing import Any
 
 from elastic_dp.module_pickling import is_of_user
+from elastic_dp.train.exactness.code_variables import closure_of, codes_in, globals_of
 
 _WRAPPERS = (staticmethod, classmethod, functools._lru_cache_wrapper)
 
@@ -90,19 +89,15 @@ class _Walk:
     def _add_function(self, name: str, value: types.FunctionType) -> None:
         self._add(f"def {name}")
         names: set[str] = set()
-        variables: set[str] = set()  # without attributes that have the name of one
-        for code in _codes(value.__code__):
+        for code in codes_in(value.__code__):
             names.update(code.co_names)
-            variables.update(global_names(code))
             plain = [_text(c) for c in code.co_consts if _is_plain(c) and c != value.__doc__]
             self._add(f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {plain}")
         self.visit("defaults", value.__defaults__)
         self.visit("keyword defaults", value.__kwdefaults__)
-        for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            if cell != types.CellType():  # an empty cell
-                self.visit(key, cell.cell_contents)
-        for key in sorted(variables & value.__globals__.keys()):
-            found = value.__globals__[key]
+        for key, held in closure_of(value).items():
+            self.visit(key, held)
+        for key, found in sorted(globals_of(value).items()):
             self.visit(key, found)
             if isinstance(found, types.ModuleType) and is_of_user(found.__name__, self._root):
                 for member in sorted(names & vars(found).keys()):
@@ -112,24 +107,6 @@ class _Walk:
         module = value.__module__ or ""
         self._root = self._root or module.partition(".")[0]
         return is_of_user(module, self._root)
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yields a code object and those defined within it."""
-    yield code
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from _codes(const)
-
-
-@functools.lru_cache(maxsize=256)
-def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Returns the globals that code reads or writes."""
-    return tuple(
-        one.argval
-        for one in dis.get_instructions(code)
-        if one.opname == "LOAD_NAME" or "GLOBAL" in one.opname
-    )
 
 
 def _is_plain(value: Any, deepest: int = 99) -> bool:

@@ -1,18 +1,17 @@
-"""Values by name, as texts that can be compared: numbers, texts, tensors, arrays, generators, and
-containers of them. The purity probe and the checks of loop bodies look at the same ones. Another
-thread of the user may change a container meanwhile, so a copy of it is looked at."""
+"""Values by name, as texts that can be compared: numbers, texts, tensors, arrays, generators,
+containers of them, and objects that have them as attributes. The trial before the first step and
+the checks of loop bodies look at the same ones. Another thread of the user may change a container
+meanwhile, so a copy of it is looked at."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import itertools
 import math
 import operator
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -22,23 +21,19 @@ import torch
 import xxhash
 from torch import nn
 
-from elastic_dp.checkpoint.codec import to_bytes
 from elastic_dp.distributed.local_shards import local_of
-from elastic_dp.train.state.held_values import is_registered, state_of
+from elastic_dp.train.exactness.code_variables import variables_of
+from elastic_dp.train.state.held_values import PLAIN, is_registered, state_as_bytes
+from elastic_dp.train.state.module_attributes import attributes_of, path_in_model
 from elastic_dp.train.state.tensor_digests import digest_of
 
-MOST = 64  # items of a container or an object
+_MOST = 64  # items of a container, and attributes of an object
+_WITHIN = 16  # attributes of an object within an object or a container
 _OF_LARGER = 8  # the first items of a larger container, and its length
 _SAMPLED = 4096  # elements of a larger tensor in the memory of the host
-PLAIN = (bool, int, float, complex, str, bytes, types.NoneType)
-_DEEPEST = 2  # containers within containers
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+_DEEPEST = 2  # containers within containers, and objects within objects
 
 Facts = dict[str, str]  # values that are compared, by name; a digest begins with "#"
-
-
-def _nothing(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    return iter(())
 
 
 @dataclass(frozen=True)
@@ -46,16 +41,21 @@ class Look:
     """How closely values are compared. `nbytes`: arrays with more bytes are not compared; tensors
     with more, and tensors on a device, by version, and by their first elements if the host has
     them. `without`: the identities of values that are not compared. `others`: yields facts
-    about values of other kinds."""
+    about values of other kinds. `opens`: says of which objects the attributes are looked at."""
 
     nbytes: float = math.inf
     without: Collection[int] = ()
-    others: Callable[[str, Any], Iterator[tuple[str, str]]] = _nothing
+    others: Callable[[str, Any], Iterator[tuple[str, str]]] = lambda name, value: iter(())
+    opens: Callable[[Any], bool] = lambda value: False
 
     def facts_of(self, name: str, value: Any) -> Facts:
-        return dict(self._facts(name, value, 0))
+        return dict(self._facts(name, value, 0, 0))
 
-    def _facts(self, name: str, value: Any, depth: int) -> Iterator[tuple[str, str]]:
+    def of_attributes(self, name: str, value: Any) -> Facts:
+        return dict(self._of_attributes(name, value, _MOST, 1))
+
+    def _facts(self, name: str, value: Any, depth: int, objects: int) -> Iterator[tuple[str, str]]:
+        """`depth`: how many containers it is in, and how many `objects`."""
         if type(value) not in PLAIN and id(value) in self.without:
             return
         match value:
@@ -67,26 +67,37 @@ class Look:
                 if value.dtype.kind in "biufcSU" and value.nbytes <= self.nbytes:
                     yield name, _digest(f"{value.dtype} {value.shape}".encode(), value.tobytes())
             case _ if is_registered(value):
-                yield name, _digest(to_bytes(state_of(value)))
+                yield name, _digest(state_as_bytes(value))
             case bool() | int() | float() | complex() | str() | bytes() | None | itertools.count():
                 text = repr(value)
                 yield name, text if len(text) < 100 else _digest(text.encode())
             case dict() | list() | tuple() | set() | frozenset() | deque():
                 yield f"len({name})", repr(len(value))
                 if depth < _DEEPEST and not isinstance(value, set | frozenset):
-                    deeper = depth + 1 if len(value) <= MOST else _DEEPEST
+                    deeper = depth + 1 if len(value) <= _MOST else _DEEPEST
                     for n, (key, one) in enumerate(_first_items(value)):
                         shown = repr(key) if type(key) in PLAIN else f"#{n}"
-                        yield from self._facts(f"{name}[{shown}]", one, deeper)
+                        yield from self._facts(f"{name}[{shown}]", one, deeper, objects)
             case types.GeneratorType() if depth < _DEEPEST:
                 if value.gi_frame and not value.gi_running:
-                    held = dict(self._facts("", [*value.gi_frame.f_locals.values()], depth + 1))
-                    yield name, f"#{value.gi_frame.f_lasti} {held}"
+                    held = [*value.gi_frame.f_locals.values()]
+                    facts = dict(self._facts("", held, depth + 1, objects))
+                    yield name, f"#{value.gi_frame.f_lasti} {facts}"
             case Iterator() if type(value).__module__ in ("builtins", "itertools"):
                 if (left := operator.length_hint(value, -1)) >= 0:
                     yield name, f"#{left}"
             case _:
                 yield from self.others(name, value)
+                if objects < _DEEPEST and self.opens(value):
+                    within = depth > 0 or objects > 0
+                    most, around = (_WITHIN, _DEEPEST) if within else (_MOST, 1)
+                    yield from self._of_attributes(name, value, most, around)
+
+    def _of_attributes(
+        self, name: str, value: Any, most: int, objects: int
+    ) -> Iterator[tuple[str, str]]:
+        for key, one in itertools.islice(attributes_of(value).items(), most):
+            yield from self._facts(f"{name}.{key}", one, 0, objects)
 
     def _of_tensor(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, str]]:
         whole = self.nbytes == math.inf
@@ -108,52 +119,29 @@ def facts_of(name: str, value: Any) -> Facts:
     return Look().facts_of(name, value)
 
 
-def attributes(value: Any) -> dict[str, Any]:
-    """Returns the attributes of an object, without what torch keeps in a module."""
-    held = getattr(value, "__dict__", None)
-    if not isinstance(held, Mapping):
-        slots = itertools.chain(*(getattr(kind, "__slots__", ()) for kind in type(value).__mro__))
-        return {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    of_torch = _OF_TORCH if isinstance(value, nn.Module) else ()
-    return {key: one for key, one in dict(held).items() if key not in of_torch}
+def facts_of_all(values: Iterable[tuple[str, Any]]) -> Facts:
+    """Returns facts about values, by name."""
+    return {name: fact for one in values for name, fact in facts_of(*one).items()}
 
 
-def attributes_of(model: nn.Module, loss_fn: Any) -> Facts:
-    """Returns facts about the modules and the variables that the loss function reaches by name."""
-    facts: Facts = {}
+def kept_by(model: nn.Module, loss_fn: Any) -> Iterator[tuple[str, Any]]:
+    """Yields, by name, what the modules hold, and what the loss function reaches by name, with its
+    attributes."""
     for prefix, module in model.named_modules():
-        for key, value in attributes(module).items():
-            facts |= facts_of(f"model.{prefix}.{key}".replace("..", "."), value)
+        for key, value in attributes_of(module).items():
+            yield path_in_model(prefix, key), value
     for name, p in model.named_parameters():
-        facts[f"model.{name}.requires_grad"] = repr(p.requires_grad)
+        yield f"model.{name}.requires_grad", p.requires_grad
     ours = {id(one) for one in (*model.modules(), *model.buffers())}
     for name, value in variables_of(loss_fn).items():
-        facts |= facts_of(name, value)
-        if not isinstance(value, type | types.ModuleType | types.FunctionType):
-            held = attributes(value) if id(value) not in ours else {}
-            if isinstance(value, nn.Module):
-                held |= {key: one for key, one in value.named_buffers() if id(one) not in ours}
-            for key, one in [*held.items()][:MOST]:
-                facts |= facts_of(f"{name}.{key}", one)
-    return facts
-
-
-def variables_of(function: Any) -> Mapping[str, Any]:
-    """Returns the variables that a function, such as the loss function, reaches by name, and those
-    that `functools.partial` gives it."""
-    given: dict[str, Any] = {}
-    while isinstance(function, functools.partial):
-        given |= {f"loss_fn.{key}": one for key, one in function.keywords.items()}
-        given |= {f"loss_fn.args[{n}]": one for n, one in enumerate(function.args)}
-        function = function.func
-    owner = getattr(function, "__self__", function)  # the object of a method
-    held = {} if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {})
-    own = given | {f"loss_fn.{name}": value for name, value in held.items()}
-    try:
-        found = inspect.getclosurevars(inspect.unwrap(function))
-    except (TypeError, ValueError):  # not a Python function; a variable without a value
-        return own
-    return {**found.globals, **found.nonlocals, **own}
+        yield name, value
+        if isinstance(value, type | types.ModuleType | types.FunctionType) or id(value) in ours:
+            continue
+        held = attributes_of(value)
+        if isinstance(value, nn.Module):
+            held |= {key: one for key, one in value.named_buffers() if id(one) not in ours}
+        for key, one in itertools.islice(held.items(), _MOST):
+            yield f"{name}.{key}", one
 
 
 def with_values(name: str, one: str | None, other: str | None) -> str:
@@ -179,12 +167,10 @@ def listed(names: list[str], most: int) -> str:
 
 def _first_items(value: Any) -> list[tuple[Any, Any]]:
     """Returns the items of a small container, or the first ones of a larger one, by key. Another
-    thread may change it meanwhile: a small one is copied at once."""
-    if len(value) <= MOST:
-        return [*value.items()] if isinstance(value, dict) else [*enumerate([*value])]
+    thread may change it meanwhile: they are copied at once."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     with contextlib.suppress(RuntimeError):  # it changed
-        return [*itertools.islice(items, _OF_LARGER)]
+        return [*itertools.islice(items, len(value) if len(value) <= _MOST else _OF_LARGER)]
     return []
 
 

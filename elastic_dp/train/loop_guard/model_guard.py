@@ -22,6 +22,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from itertools import cycle
 from operator import attrgetter
 from typing import Any
 
@@ -47,8 +48,7 @@ class ModelGuard:
         self._sharded = any(map(is_sharded, self._parameters))
         self._optimizer = optimizer
         self._groups = _groups(optimizer)
-        self._watching = self.is_in_loss = False
-        self._bodies = 0
+        self._watching = self.is_in_loss = self._had_body = False
         self._versions: list[int] = []
         self._of_leaves: list[int] | None = None  # as the first loss function found them
         self._gone: list[tuple[str, nn.Parameter]] = []  # those whose gradients are not None
@@ -76,12 +76,13 @@ class ModelGuard:
     def begin(self) -> None:
         """Records the state at the start of a body."""
         self._versions = self._present_versions()
-        self._bodies += 1
-        self._first = self._all_values() if self._bodies == 1 else None
         self._size = len(self._optimizer.state)
         self._watching = True
+        if self._had_body:
+            return
+        self._had_body, self._first = True, self._all_values()
         named = zip(self._names, self._parameters, strict=True)
-        for name, p in named if self._bodies == 1 and not self._sharded else ():
+        for name, p in () if self._sharded else named:
             if type(p) is nn.Parameter and p.grad is None and p.layout is torch.strided:
                 p.grad = _GoneGradient.of(p)
                 self._gone.append((name, p))
@@ -103,12 +104,8 @@ class ModelGuard:
                 "groups before the loop, and in the body set their lr, or requires_grad of their "
                 "parameters"
             )
-        versions = self._present_versions()
-        if versions != self._versions:
-            changed = next(
-                i for i, v in enumerate(zip(versions, self._versions, strict=True)) if v[0] != v[1]
-            )
-            raise _body_wrote(repr(self._names[changed % len(self._names)]))
+        if written := self._written(self._versions, self._present_versions()):
+            raise _body_wrote(repr(written))
         before, self._first = self._first, None
         if before is not None and (changes := before.items() - self._all_values().items()):
             raise _body_wrote(min(changes)[0])
@@ -133,10 +130,7 @@ class ModelGuard:
     def written_by_losses(self) -> str | None:
         """Returns a parameter that loss functions wrote to, or None. Forgets the versions."""
         before, self._of_leaves = self._of_leaves, None
-        now = before and self._parameter_versions()
-        if not before or not now or now == before:
-            return None
-        return next(n for n, a, b in zip(self._names, before, now, strict=True) if a != b)
+        return self._written(before, self._parameter_versions()) if before else None
 
     def watch_others(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         """Refuses steps of other optimizers, by the names of the loss function's variables."""
@@ -165,6 +159,12 @@ class ModelGuard:
             raise _GoneGradient.error()
 
     # ------------------------------------------------------------------------------ private
+
+    def _written(self, before: list[int], now: list[int]) -> str | None:
+        """Returns a parameter with another version or address than before, or None."""
+        if now == before:
+            return None
+        return next(n for n, a, b in zip(cycle(self._names), before, now) if a != b)
 
     def _dropped_gradient(self) -> str | None:
         """Returns a parameter whose gradient the body has set to None, where another one of its

@@ -32,12 +32,13 @@ from torch import nn
 from elastic_dp.checkpoint.codec import STATE_TYPES, encode, register_state_type, to_bytes
 from elastic_dp.errors import ModelError, StateError
 from elastic_dp.module_pickling import is_installed
-from elastic_dp.train.exactness.code_fingerprint import global_names
+from elastic_dp.train.exactness.code_variables import closure_of, globals_of
 
 Held = dict[str, dict[str, Any]]  # {"values": …, "objects": …}, each by name
 
-_SCALARS = (type(None), bool, int, float, str)
-_CONTAINERS = (list, tuple, dict, OrderedDict, Counter, defaultdict, deque, set, frozenset)
+PLAIN = (type(None), bool, int, float, complex, str, bytes)
+CHANGEABLE = (list, dict, OrderedDict, Counter, defaultdict, deque, set)
+_CONTAINERS = (*CHANGEABLE, tuple, frozenset)
 _MOST = 1000  # values of a function's variables that are compared in each step
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)
 _CONSTANTS = (
@@ -98,7 +99,7 @@ class HeldValues:
         they are of a `kind`."""
         values, objects = dict[str, Any](), dict[str, Any]()
         for key, value in holder.items():
-            if type(value) in _SCALARS:
+            if type(value) in PLAIN:
                 values[key] = value
                 continue
             at, owner = f"{path}.{key}", _owner_of(value)
@@ -136,20 +137,17 @@ class HeldValues:
         if isinstance(value, nn.Module):  # a wrapper, as torch.compile returns
             tensors = [*value.parameters(), *value.buffers()]
             return all(id(tensor) in self._known for tensor in tensors)
-        if isinstance(value, torch.Tensor | torch.optim.Optimizer | torch.Size) or _is_object(
-            value
-        ):
-            return False
-        if isinstance(value, torch.dtype | torch.device):
+        carried = (torch.Tensor, torch.optim.Optimizer, torch.Size, torch.dtype, torch.device)
+        if isinstance(value, carried) or _is_object(value):
             return False
         constant = cls is object or isinstance(value, (*_CONSTANTS, *_FUNCTIONS))
         return constant or _is_of_process(cls)
 
     def _note_constant(self, path: str, content: list[Any]) -> None:
-        content = [to_bytes(state_of(x)).hex() if is_registered(x) else x for x in content]
+        content = [state_as_bytes(x) if is_registered(x) else x for x in content]
         before = self._constants.setdefault(path, content)
         if len(before) != len(content) or not all(
-            one is two or (type(one) in _SCALARS and one == two)
+            one is two or (type(one) in PLAIN and one == two)
             for one, two in zip(before, content, strict=True)
         ):
             raise ModelError(
@@ -163,7 +161,7 @@ class HeldValues:
         if isinstance(value, partial):
             held: list[Any] = [value.args, value.keywords, self._content_of(value.func, path)]
         elif isinstance(value, types.FunctionType) and not _is_of_process(value):
-            held = [_content(cell) for cell in value.__closure__ or ()]
+            held = [*closure_of(value).values()]
         else:
             return []
         leaves = list(_leaves(held) if refuses else islice(_leaves(held), _MOST))
@@ -198,8 +196,7 @@ class HeldValues:
 
     def _written(self, value: Any, mine: Any) -> Any:
         """Two names may hold one object here, and two different ones in what is given."""
-        changeable = (torch.Tensor, list, dict, deque, set)
-        if type(value) is not type(mine) or type(mine) not in changeable:
+        if type(value) is not type(mine) or type(mine) not in (torch.Tensor, *CHANGEABLE):
             return value
         if isinstance(mine, torch.Tensor) and (value.shape, value.dtype) != (
             mine.shape,
@@ -212,8 +209,7 @@ class HeldValues:
         if isinstance(mine, torch.Tensor):
             mine.detach().copy_(value)
         else:
-            mine.clear()
-            mine.update(value) if isinstance(mine, dict | set) else mine.extend(value)
+            refill(mine, value)
         return mine
 
 
@@ -236,6 +232,17 @@ def state_of(one: Any) -> Any:
     get = STATE_TYPES[type(one)].get
     assert get is not None
     return get(one)
+
+
+def state_as_bytes(one: Any) -> bytes:
+    """Returns the state of an object, such as a generator, to compare it."""
+    return to_bytes(state_of(one))
+
+
+def refill(container: Any, items: Any) -> None:
+    """Gives a list, a dict or the like other items."""
+    container.clear()
+    (container.update if isinstance(container, dict | set) else container.extend)(items)
 
 
 def checked(value: Any, path: str) -> Any:
@@ -296,7 +303,7 @@ def _view(x: Any) -> str:
 
 
 def _copied(value: Any, path: str) -> Any:
-    if type(value) in (list, tuple) and all(type(item) in _SCALARS for item in value):
+    if type(value) in (list, tuple) and all(type(item) in PLAIN for item in value):
         return type(value)(value)
     return copy.deepcopy(checked(value, path))
 
@@ -335,15 +342,8 @@ def _globals_of(function: Any) -> list[Any]:
     names."""
     if not isinstance(function, types.FunctionType) or is_installed(function.__code__.co_filename):
         return []
-    held = [function.__globals__.get(name) for name in global_names(function.__code__)]
-    return [x for x in held if type(x) in (*_SCALARS, *_CONTAINERS) or is_registered(x)]
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
+    held = globals_of(function).values()
+    return [x for x in held if type(x) in (*PLAIN, *_CONTAINERS) or is_registered(x)]
 
 
 def _made_in_step(path: str) -> ModelError:

@@ -16,11 +16,9 @@ What the body changes is named: numbers, text, functions, tensors, and what such
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection
-from contextlib import suppress
-from itertools import chain
-from operator import call, is_, itemgetter
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain, repeat
+from operator import is_
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -28,24 +26,39 @@ import numpy as np
 import torch
 from torch import nn
 
-from elastic_dp.checkpoint.codec import to_bytes
 from elastic_dp.errors import ModelError
-from elastic_dp.train.state.held_values import is_registered, state_of
+from elastic_dp.train.state.held_values import (
+    CHANGEABLE,
+    PLAIN,
+    is_registered,
+    refill,
+    state_as_bytes,
+)
 
-_PLAIN = (bool, int, float, complex, str, type(None))
-_NAMED = (*_PLAIN, FunctionType, MethodType)  # kinds, where the body changes them
-_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
-_HELD = (torch.Tensor, np.ndarray, *_CONTAINERS)
+_NAMED = (*PLAIN, FunctionType, MethodType)  # kinds, where the body changes them
+_HELD = (torch.Tensor, np.ndarray, *CHANGEABLE)
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}  # other parts keep them
 _MOST = 1000  # elements of a container, and 8 bytes of an array, that are compared
 
 
-class _Content(NamedTuple):
-    """A tensor, with its version, a container, with a copy, or a generator, with its state, in an
-    attribute."""
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Returns the attributes of an object, without what torch keeps in a module."""
+    held = getattr(value, "__dict__", None)
+    if not isinstance(held, Mapping):
+        slots = chain(*(getattr(kind, "__slots__", ()) for kind in type(value).__mro__))
+        return {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    of_torch = _OF_TORCH if isinstance(value, nn.Module) else ()
+    return {key: one for key, one in dict(held).items() if key not in of_torch}
 
-    place: int
-    key: str
+
+def path_in_model(module: str, key: str) -> str:
+    return ".".join(filter(None, ("model", module, key)))
+
+
+class _Content(NamedTuple):
+    """What an attribute holds, and what it is compared with: the version of a tensor, the state of
+    a generator, a copy of an array or of a container."""
+
     held: Any
     before: Any
 
@@ -55,22 +68,38 @@ class _Content(NamedTuple):
         if isinstance(held, torch.Tensor):
             return bool(held._version != before)
         if is_registered(held):
-            return to_bytes(state_of(held)) != before
+            return state_as_bytes(held) != before
         if isinstance(held, np.ndarray):
             return held.shape != before.shape or held.tobytes() != before.tobytes()
         if len(held) != len(before) or isinstance(held, set):
-            return bool(len(held) != len(before) or held != before)
-        if isinstance(held, dict):
-            same_keys = all(map(is_, held, before))
-            return not (same_keys and all(map(is_, held.values(), before.values())))
+            return bool(held != before)
+        if isinstance(held, dict) and not all(map(is_, held.values(), before.values())):
+            return True
         return not all(map(is_, held, before))
 
-    def restore(self) -> None:
+    def restore(self, path: str) -> None:
+        """Raises ModelError for what cannot be restored."""
+        if isinstance(self.held, torch.Tensor):
+            raise ModelError(
+                f"forward changed {path} in place, a tensor that is neither a parameter nor a "
+                "buffer, when the rows asked for it: what comes of it depends on which rows a "
+                "worker has. Make it a buffer (register_buffer), whose changes by all workers are "
+                "combined"
+            )
+        if is_registered(self.held):
+            raise ModelError(
+                f"forward drew from {path}, a generator of its own: what comes of it depends on "
+                "how many micro-batches a worker has. Draw from the global generators, which are "
+                "seeded for each"
+            )
         if isinstance(self.held, np.ndarray):
             self.held[...] = self.before
-            return
-        self.held.clear()
-        (self.held.extend if isinstance(self.held, list | deque) else self.held.update)(self.before)
+        else:
+            refill(self.held, self.before)
+
+
+_At = tuple[int, str]  # the number of a module, and the name of its attribute
+_GONE = object()
 
 
 class ModuleAttributes:
@@ -79,8 +108,8 @@ class ModuleAttributes:
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.named_modules())
         self._dicts = [vars(module) for _, module in self._modules]
-        self._counters: set[tuple[int, str]] = set()  # changed by each micro-batch
-        self._first: set[tuple[int, str]] | None = None  # changed by its first run
+        self._counters: set[_At] = set()  # changed by each micro-batch
+        self._first: set[_At] | None = None  # changed by its first run
         self._by_body: dict[str, tuple[Any, Any]] = {}  # changed before its last evaluation
         self._take()
 
@@ -111,21 +140,15 @@ class ModuleAttributes:
         changed = self._changed()
         for place, key in changed:
             name, module = self._modules[place]
-            held, before = self._dicts[place], self._all[place]
-            content = next((x for x in self._contents if (x.place, x.key) == (place, key)), None)
+            content = self._contents.get((place, key))
             if content is not None and content.has_changed:
-                if isinstance(content.held, torch.Tensor):
-                    raise ModelError(_in_place_refusal(name, key))
-                if is_registered(content.held):
-                    raise ModelError(_drawn_refusal(name, key))
-                content.restore()
+                content.restore(path_in_model(name, key))
             if id(module) in written:
-                keys = sorted(key for at, key in changed if at == place)
-                raise ModelError(_refusal(name, keys, before, held))
-            if key in before:
-                held[key] = before[key]
+                raise self._refusal(place, sorted(key for at, key in changed if at == place))
+            if (place, key) in self._before:
+                self._dicts[place][key] = self._before[place, key]
             else:
-                del held[key]
+                del self._dicts[place][key]
 
     def evaluation_begins(self) -> None:
         """What the body has changed so far is not undone with what an evaluation changes."""
@@ -136,58 +159,64 @@ class ModuleAttributes:
     def changed_by_body(self) -> dict[str, tuple[Any, Any]]:
         """Returns what the body has changed, by name: before and now."""
         found = dict(self._by_body)
-        for place, key in self._changed():
-            was, now = self._all[place].get(key), self._dicts[place].get(key)
-            is_named = type(was) in _NAMED and (key in self._all[place] or type(now) in _NAMED)
+        for place, key in sorted(self._changed()):
+            was, now = self._before.get((place, key)), self._dicts[place].get(key)
+            is_named = type(was) in _NAMED and ((place, key) in self._before or type(now) in _NAMED)
             is_named = is_named and not _same(now, was)
             if key != "training" and (is_named or isinstance(was, _HELD)):
-                found[self._path(place, key)] = was, now
+                found[path_in_model(self._modules[place][0], key)] = was, now
         return found
 
     # ------------------------------------------------------------------------------ private
 
-    def _path(self, place: int, key: str) -> str:
-        return f"model.{self._modules[place][0]}.{key}".replace("..", ".")
-
-    def _take(self) -> None:
-        self._all = [  # by place; counters' values are not kept alive
-            {key: None if (place, key) in self._counters else x for key, x in held.items()}
+    def _present(self) -> dict[_At, Any]:
+        return {
+            (place, key): value
             for place, held in enumerate(self._dicts)
-        ]
-        self._sizes = list(map(len, self._dicts))
-        own = [[key for key in held if key not in _OF_TORCH] for held in self._all]
-        # Two keys at least, for a tuple. A compiled module has no "training" of its own.
-        some = map(next, map(iter, self._all))
-        self._readers = [itemgetter(key, key, *keys) for key, keys in zip(some, own, strict=True)]
-        self._values = [*chain.from_iterable(map(call, self._readers, self._all))]
-        self._contents = [
-            _Content(place, key, value, before)
-            for place, held in enumerate(self._all)
-            if not _is_layer(self._modules[place][1])
             for key, value in held.items()
             if key not in _OF_TORCH and (place, key) not in self._counters
-            if (before := _to_compare(value)) is not None
-        ]
+        }
 
-    def _changed(self) -> set[tuple[int, str]]:
-        """Returns the places and names of attributes that are others than the step began with."""
-        changed = set[tuple[int, str]]()
-        for one in self._contents:
+    def _take(self) -> None:
+        self._before = self._present()
+        self._sizes = list(map(len, self._dicts))
+        self._holders = [self._dicts[place] for place, _ in self._before]
+        self._keys = [key for _, key in self._before]
+        self._contents = {
+            (place, key): _Content(value, before)
+            for (place, key), value in self._before.items()
+            if not _is_layer(self._modules[place][1])
+            if (before := _to_compare(value)) is not None
+        }
+
+    def _changed(self) -> set[_At]:
+        """Returns the attributes that are others than the step began with."""
+        changed = set[_At]()
+        for at, one in self._contents.items():
             if one.has_changed:
-                changed.add((one.place, one.key))
-        with suppress(KeyError):  # an attribute is gone
-            values = chain.from_iterable(map(call, self._readers, self._dicts))
-            if list(map(len, self._dicts)) == self._sizes and all(map(is_, values, self._values)):
-                return changed
-        for place, (held, before) in enumerate(zip(self._dicts, self._all, strict=True)):
-            if len(held) == len(before) and all(map(is_, held.values(), before.values())):
-                continue
-            changed |= {
-                (place, key)
-                for key in held.keys() | before.keys()
-                if not (key in held and key in before and _same(held[key], before[key]))
-            }
-        return {(place, key) for place, key in changed - self._counters if key not in _OF_TORCH}
+                changed.add(at)
+        now = list(map(dict.get, self._holders, self._keys, repeat(_GONE)))
+        before = self._before.values()
+        if all(map(is_, now, before)) and list(map(len, self._dicts)) == self._sizes:
+            return changed
+        pairs = zip(self._before, now, before, strict=True)
+        changed |= {at for at, value, was in pairs if not _same(value, was)}
+        return changed | (self._present().keys() - self._before.keys())
+
+    def _refusal(self, place: int, keys: Sequence[str]) -> ModelError:
+        """Returns the error for attributes that a buffer of their module was changed with."""
+        held, called = self._dicts[place], []
+        for key in keys:
+            was = self._before.get((place, key), _GONE)
+            shown = f" ({was!r}, then {held.get(key)!r})" if type(was) in PLAIN else ""
+            called.append(f"{key}{shown}")
+        return ModelError(
+            f"forward changed {', '.join(called)} of {path_in_model(self._modules[place][0], '')} "
+            "together with a buffer of it, when the rows asked for it: what comes of it depends on "
+            "which rows a worker has. Use a module that does not change with its rows (a rotary "
+            "embedding of a fixed length or rope_type), or run a batch with the longest rows "
+            "before the loop"
+        )
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -200,45 +229,12 @@ def _to_compare(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return None if value.is_inference() else value._version
     if is_registered(value):
-        return to_bytes(state_of(value))
+        return state_as_bytes(value)
     if isinstance(value, np.ndarray):
         is_small = value.nbytes <= 8 * _MOST and not value.dtype.hasobject
         return value.copy() if is_small and value.flags.writeable else None
-    return value.copy() if type(value) in _CONTAINERS and len(value) <= _MOST else None
+    return value.copy() if type(value) in CHANGEABLE and len(value) <= _MOST else None
 
 
 def _same(now: Any, before: Any) -> bool:
     return now is before or (type(now) is type(before) and type(now) in _NAMED and now == before)
-
-
-def _in_place_refusal(name: str, key: str) -> str:
-    where = f"model.{name}.{key}".replace("..", ".")
-    return (
-        f"forward changed {where} in place, a tensor that is neither a parameter nor a buffer, "
-        "when the rows asked for it: what comes of it depends on which rows a worker has. Make it "
-        "a buffer (register_buffer), whose changes by all workers are combined"
-    )
-
-
-def _drawn_refusal(name: str, key: str) -> str:
-    where = f"model.{name}.{key}".replace("..", ".")
-    return (
-        f"forward drew from {where}, a generator of its own: what comes of it depends on how many "
-        "micro-batches a worker has. Draw from the global generators, which are seeded for each"
-    )
-
-
-def _refusal(name: str, keys: list[str], before: dict[str, Any], after: dict[str, Any]) -> str:
-    where = f"model.{name}".rstrip(".")
-    called = ", ".join(
-        f"{key} ({before[key]!r}, then {after.get(key)!r})"
-        if type(before.get(key, ())) in _PLAIN
-        else key
-        for key in keys
-    )
-    return (
-        f"forward changed {called} of {where} together with a buffer of it, when "
-        "the rows asked for it: what comes of it depends on which rows a worker has. Use a module "
-        "that does not change with its rows (a rotary embedding of a fixed length or rope_type), "
-        "or run a batch with the longest rows before the loop"
-    )

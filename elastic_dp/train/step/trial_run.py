@@ -1,23 +1,19 @@
 """Runs one micro-batch before the first step and undoes it, to see what user code does and to warm
 up. Where virtual workers make inner steps, it is one of these.
 
-The probe runs one micro-batch of the first step twice and compares the results, before training.
-
-Both runs start with the same weights, buffers, random numbers and rows. A difference therefore
-comes from something that the code keeps to itself: a generator of its own, a counter, a clock, a
-tensor that is not a buffer. Such a thing is not the same on a worker that joins, and changes as
-often as that worker happens to run micro-batches. The job is refused, and the error names what
-differs, with whatever else changed meanwhile, since that is usually the cause.
+The worker that provides the initial state runs the probe: the micro-batch twice, from the same
+weights, buffers, random numbers and rows. A difference comes from something that the code keeps to
+itself: a generator of its own, a counter, a clock, a tensor that is not a buffer. On a worker that
+joins it is another one, so the job is refused. The error names what differs, and whatever else
+changed meanwhile, since that is usually the cause.
 
 Three things are not refused. If kernels may be the reason (on a GPU, or if torch has named an
 operation without a deterministic one), the run is not exact, and `Result.inexact_because` says so.
 A number that changes each time without changing the result, such as a count of calls for a log,
-gives a warning. So does a metric that differs each time, which may be the time that the micro-batch
-took.
+gives a warning. So does a metric that differs each time, which may show a clock.
 
-The worker that provides the initial state runs the probe instead of a warm-up; workers that join
-run the code that it has tried. What shows only later (another branch after a thousand steps) cannot
-be detected this way.
+Workers that join run code that the probe has tried. What shows only later (another branch after a
+thousand steps) cannot be detected this way.
 """
 
 from __future__ import annotations
@@ -35,9 +31,10 @@ from elastic_dp.device.gpu import chooses_kernels_by_time, is_gpu
 from elastic_dp.errors import DataError, LossError, ModelError
 from elastic_dp.train.exactness.facts import (
     Facts,
-    attributes_of,
     changes_by_micro_batch,
     facts_of,
+    facts_of_all,
+    kept_by,
     listed,
     with_values,
 )
@@ -134,31 +131,28 @@ class TrialRun:
         batch = self._batch()
         rows = facts_of("batch", batch)
         with self._watched_gradients():
-            result_of_batch = self._run_once(batch)
-        if result_of_batch is None:
+            result = self._run_once(batch)
+        if result is None:
             return None
-        model = self._state.model
-        result = facts_of("the loss", result_of_batch.loss) | facts_of(
-            "its weight", result_of_batch.weight
-        )
+        found: dict[str, Any] = {"the loss": result.loss, "its weight": result.weight}
         for name, p in self._state.parameters.items():
-            result |= facts_of(f"the {self._leaf.makes} of model.{name}", p.grad)
-        for name, buffer in model.named_buffers():
-            result |= facts_of(f"the buffer model.{name}", buffer)
+            found[f"the {self._leaf.makes} of model.{name}"] = p.grad
+        for name, buffer in self._state.model.named_buffers():
+            found[f"the buffer model.{name}"] = buffer
+        facts = facts_of_all(found.items())
         left, kept = self.holds()
         self._undo(tried=True)
-        return ProbeOutcome(rows, result, left, kept, facts_of("metrics", result_of_batch.metrics))
+        return ProbeOutcome(rows, facts, left, kept, facts_of("metrics", result.metrics))
 
     def holds(self) -> tuple[Facts, Facts]:
         """Returns the present `ProbeOutcome.left` and `ProbeOutcome.kept`."""
-        left: Facts = {}
-        for name, p in self._state.parameters.items():
-            left |= facts_of(f"model.{name}", p)
+        left = {f"model.{name}": p for name, p in self._state.parameters.items()}
         for number, group in enumerate(self._state.optimizer.param_groups):
             for key, value in group.items():
                 if key != "params":
-                    left |= facts_of(f"optimizer.param_groups[{number}][{key!r}]", value)
-        return left, attributes_of(self._state.model, self._loss_fn)
+                    left[f"optimizer.param_groups[{number}][{key!r}]"] = value
+        kept = kept_by(self._state.model, self._loss_fn)
+        return facts_of_all(left.items()), facts_of_all(kept)
 
     def _largest(self) -> int:
         return max(range(self._leaves.shares.least), key=lambda v: self._leaves.data.rows(1, v))

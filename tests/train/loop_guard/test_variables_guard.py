@@ -64,6 +64,13 @@ def in_args(ctx):
         args.lr *= 0.5
 
 
+@named("args.last (0, then 1)")
+def in_many_args(ctx):
+    args = argparse.Namespace(**{f"option_{n}": n for n in range(30)}, last=0)
+    for _ in begin(ctx):
+        args.last += 1
+
+
 @named("rng")
 def own_generator(ctx):
     rng = random.Random(0)
@@ -131,6 +138,32 @@ def dataclass_state(ctx):
     state = State()
     for _ in begin(ctx):
         state.step += 1
+
+
+@dataclasses.dataclass
+class Trainer:
+    name: str = "first"
+    state: State = dataclasses.field(default_factory=State)
+
+
+@named("trainer.state.step (0, then 1)")
+def object_beside_a_value_in_an_object(ctx):
+    trainer = Trainer()
+    for _ in begin(ctx):
+        trainer.state.step += 1
+
+
+@named("calls[0] (1, then 2) changes with each micro-batch")
+def counter_in_a_loss_that_names_a_variable_without_a_value(ctx):
+    calls = [0]
+
+    def loss_fn(model, batch):
+        calls[0] += 1
+        return cross_entropy(model, batch) if calls else late
+
+    for _ in begin(ctx, loss_fn=loss_fn):
+        pass
+    late = None
 
 
 @dataclasses.dataclass(slots=True)
