@@ -159,7 +159,8 @@ class HeldValues:
     def _content_of(self, value: Any, path: str, *, refuses: bool = True) -> list[Any]:
         """Returns what a function of the user's is bound to. It may not change."""
         if isinstance(value, partial):
-            held: list[Any] = [value.args, value.keywords, self._content_of(value.func, path)]
+            inner = self._content_of(value.func, path, refuses=refuses)
+            held: list[Any] = [value.args, value.keywords, inner]
         elif isinstance(value, types.FunctionType) and not _is_of_process(value):
             held = [*closure_of(value).values()]
         else:

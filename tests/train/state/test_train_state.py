@@ -343,6 +343,14 @@ def test_optimizer_state_that_cannot_be_carried_is_refused_by_name(kind):
     assert words in refusal(with_optimizer(lambda m: make(m.parameters())))
 
 
+def test_rate_may_be_read_from_a_tensor():
+    rates = torch.linspace(1, 0.1, HALF + 1)
+    by_table = functools.partial(
+        torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda s: float(rates[s])
+    )
+    local(job(HALF, 1), with_optimizer(lambda m: adamw(m), by_table))
+
+
 class Harmless(torch.optim.SGD):
     """What many optimizers hold beside their state, and what need not be carried."""
 
