@@ -34,6 +34,7 @@ _SAMPLED = 4096  # elements of a larger tensor in the memory of the host
 _DEEPEST = 2  # containers within containers, and objects within objects
 
 Facts = dict[str, str]  # values that are compared, by name; a digest begins with "#"
+DRAWN = "#generator "  # begins that of a generator
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Look:
                 if value.dtype.kind in "biufcSU" and value.nbytes <= self.nbytes:
                     yield name, _digest(f"{value.dtype} {value.shape}".encode(), value.tobytes())
             case _ if is_registered(value):
-                yield name, _digest(state_as_bytes(value))
+                yield name, DRAWN + _digest(state_as_bytes(value))
             case bool() | int() | float() | complex() | str() | bytes() | None | itertools.count():
                 text = repr(value)
                 yield name, text if len(text) < 100 else _digest(text.encode())

@@ -38,6 +38,7 @@ from elastic_dp.train.exactness.code_variables import (
     variables_of_body,
 )
 from elastic_dp.train.exactness.facts import (
+    DRAWN,
     Facts,
     Look,
     changes_by_micro_batch,
@@ -45,7 +46,7 @@ from elastic_dp.train.exactness.facts import (
     with_values,
 )
 from elastic_dp.train.state.held_values import PLAIN
-from elastic_dp.train.state.module_attributes import attributes_of
+from elastic_dp.train.state.module_attributes import attributes_of, path_in_model
 from elastic_dp.train.state.module_buffers import ModuleBuffers, changed_by_body
 from elastic_dp.train.state.train_state import TrainState
 
@@ -88,6 +89,13 @@ class VariablesGuard:
         self._users = dict[type | types.ModuleType, bool]()
         self._root = package_of_train_function()
         self._compared: dict[types.CodeType, ComparedNames] = {}
+        # Each object once, by one of its names.
+        self._in_model = {
+            id(value): (path_in_model(name, key), value)
+            for name, module in state.model.named_modules()
+            for key, value in attributes_of(module).items()
+            if self._is_opened(value) or _holds_more(value)
+        }
         self._loss, self._delays = loss_fn, state.previous is not None
         self._seen: _Seen | None = None
         self._in_body = False
@@ -119,11 +127,8 @@ class VariablesGuard:
         """Records the state and the variables at the start of a body. Warns of what the last step
         has changed. Raises LoopError."""
         self._body.begin()
-        last, self._seen = (
-            self._seen,
-            self._look_around(),
-        )
-        self._in_body = True
+        last = self._seen
+        self._seen, self._in_body = self._look_around(), True
         # The length of a container is left out: it may be a cache.
         changed = {
             _variable(name)
@@ -145,11 +150,8 @@ class VariablesGuard:
                 "set their requires_grad to False before"
             )
         if self._in_body and self._seen is not None:
-            self._in_body = False
-            before, self._seen = (
-                self._seen,
-                self._look_around(),
-            )
+            before = self._seen
+            self._seen, self._in_body = self._look_around(), False
             self._compare(before, self._seen, warn)
         written = self._buffers.written_outside()
         if written is not None:
@@ -215,7 +217,11 @@ class VariablesGuard:
         of_loss = variables_of(self._loss, without=self._passed)
         return _Seen(
             self._facts(of_loss.items()),
-            self._facts((n, x) for n, x in variables if n not in of_loss or of_loss[n] is not x),
+            self._facts(
+                (n, x)
+                for n, x in [*variables, *(self._in_model.values() if body else ())]
+                if n not in of_loss or of_loss[n] is not x
+            ),
             {n: one for n, one in variables if isinstance(one, torch.optim.Optimizer)},
             _clocks(),
             getattr(self._scheduler, "last_epoch", None),
@@ -275,6 +281,12 @@ class VariablesGuard:
 _Tensors = Mapping[str, torch.Tensor | None]
 
 
+def _holds_more(value: Any) -> bool:
+    """Returns whether it is a container of more than plain values."""
+    items = value.values() if isinstance(value, dict) else value
+    return isinstance(value, list | dict) and any(type(one) not in PLAIN for one in items)
+
+
 def _told(value: Any) -> str:
     return repr(value) if isinstance(value, PLAIN) else "#"
 
@@ -305,12 +317,16 @@ def _warning(changed: Mapping[str, str]) -> str:
         remedy = f'state={{"{name}": {path}}} of ctx.steps'
     if of_model:
         remedy += f", and {path} = c.{name} in the loss function"
-    names = listed([*changed], _NAMED)
-    return (
-        f"WARNING: the body of the loop over ctx.steps changes {names}. A worker that joins or "
-        "starts again will not have these values. If the loss or a decision depends on them, let "
-        f"them travel: {remedy}. ctx.carry takes numbers, strings, tensors and containers of "
+    travel = (
+        f"let them travel: {remedy}. ctx.carry takes numbers, strings, tensors and containers of "
         "them, state= objects with state_dict; step.number counts the steps"
+    )
+    if fact.startswith(DRAWN):
+        travel = "draw from the global generators, which are seeded for each body"
+    return (
+        f"WARNING: the body of the loop over ctx.steps changes {listed([*changed], _NAMED)}. A "
+        "worker that joins or starts again will not have these values. If the loss or a decision "
+        f"depends on them, {travel}"
     )
 
 

@@ -153,6 +153,24 @@ def object_beside_a_value_in_an_object(ctx):
         trainer.state.step += 1
 
 
+class Within(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.settings = classifier(), State()
+        self.masks = {"first": [torch.ones(2)]}
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@named("model.settings.step (0, then 1), model.masks")
+def objects_within_the_model(ctx):
+    model = Within()
+    for _ in begin(ctx, model=model):
+        model.settings.step += 1
+        model.masks["first"][0][0] = 0.0
+
+
 @named("calls[0] (1, then 2) changes with each micro-batch")
 def counter_in_a_loss_that_names_a_variable_without_a_value(ctx):
     calls = [0]
@@ -311,7 +329,10 @@ def test_variable_that_the_body_changes_is_named_once(train):
     warnings = warnings_of(train)
     named = [text for text in warnings if NAMED[train] in text.partition(". A worker")[0]]
     assert len(named) == 1, warnings
-    assert any(way in named[0] for way in ("ctx.carry(", "state={", "make it a buffer"))
+    assert any(
+        way in named[0]
+        for way in ("ctx.carry(", "state={", "make it a buffer", "global generators")
+    )
 
 
 def assigned_before_it_is_read(ctx):
