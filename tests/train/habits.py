@@ -87,7 +87,7 @@ def run(ctx, loss_fn=cross_entropy, model=None, optimizer=None, body=lambda step
 # ------------------------------------------------------------------------------------ gradients
 
 
-@exact("no other micro-batch's gradient is within its reach")
+@exact()
 def zero_grad(model, optimizer):
     """`optimizer.zero_grad()` in the loss"""
 
@@ -652,7 +652,7 @@ class Rate:
 
 @refused(ModelError, "scheduler.lr_lambdas[0], or a variable that it uses")
 def method_that_counts(model, optimizer):
-    """the same of a method that counts them in its object"""
+    """the same of a method"""
     return {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, Rate().of_step)}
 
 
