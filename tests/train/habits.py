@@ -659,7 +659,7 @@ def method_that_counts(model, optimizer):
 NORMS = [1.0]
 
 
-@refused(ModelError, "optimizer.step_hooks.0, or a variable that it uses")
+@refused(ModelError, "the global NORMS, which optimizer.step_hooks.0 uses, has changed")
 def hook_that_writes_a_global(model, optimizer):
     """a step hook, or an optimizer's `step()`, that writes a global"""
 

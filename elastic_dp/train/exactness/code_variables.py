@@ -17,9 +17,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-
 from elastic_dp.module_pickling import is_of_user
 
 _OUTSIDE = "elastic_dp.train.train_function"  # calls the train function
@@ -29,6 +26,8 @@ def variables_of(function: Any, without: Collection[int] = ()) -> Mapping[str, A
     """Returns the variables that a function, such as the loss function, reaches by name, with those
     that `functools.partial` gives it and attributes of the object whose method it is. `without`:
     the identities of objects whose attributes are left out."""
+    from torch import nn  # takes seconds, and commands that use this module do not need it
+
     given: dict[str, Any] = {}
     while isinstance(function, functools.partial):
         given |= {f"loss_fn.{key}": one for key, one in function.keywords.items()}
@@ -132,8 +131,9 @@ class ComparedNames:
         code, held = frame.f_code, frame.f_locals
         read = _read_from(code, frame.f_lasti, leaves=True)
         read |= {*code.co_cellvars, *code.co_freevars}  # functions read these
-        optimizer = torch.optim.Optimizer
-        present = [n for n, one in held.items() if n in read or isinstance(one, optimizer)]
+        from torch.optim import Optimizer
+
+        present = [n for n, one in held.items() if n in read or isinstance(one, Optimizer)]
         targets = [*_loop_targets(code, frame.f_lasti)]
         made = sorted(_read_from(code, frame.f_lasti) - {*held, *targets})
         return cls([*dict.fromkeys(present + targets)], made, _globals_in(code, frame.f_globals))

@@ -104,7 +104,7 @@ class HeldValues:
                 continue
             at, owner = f"{path}.{key}", _owner_of(value)
             if self._is_constant(owner):
-                self._note_constant(at, [value, *self._content_of(value, at)])
+                self._note_function(at, value, [value, *self._content_of(value, at)])
             elif _is_object(owner):
                 if self._objects.get(at) is not owner and self._began:
                     raise _made_in_step(at)
@@ -127,7 +127,8 @@ class HeldValues:
 
     def note_function(self, function: Any, path: str) -> None:
         """Raises ModelError if what a function refers to has changed since it was noted."""
-        self._note_constant(path, self._content_of(inspect.unwrap(function), path, refuses=False))
+        function = inspect.unwrap(function)
+        self._note_function(path, function, self._content_of(function, path, refuses=False))
 
     def _is_constant(self, value: Any) -> bool:
         """Also for the `id()` of an object that each worker has, since ids differ on each."""
@@ -143,6 +144,21 @@ class HeldValues:
         constant = cls is object or isinstance(value, (*_CONSTANTS, *_FUNCTIONS))
         return constant or _is_of_process(cls)
 
+    def _note_function(self, path: str, function: Any, content: list[Any]) -> None:
+        """`content`: what it is bound to. Of the globals that a function of the user's names, these
+        are numbers, texts, containers and generators."""
+        self._note_constant(f"{path}, or a variable that it uses,", content)
+        while isinstance(function, partial):
+            function = function.func
+        is_function = isinstance(function, types.FunctionType)
+        if not is_function or is_installed(function.__code__.co_filename):
+            return
+        for name, value in globals_of(function).items():
+            key = f"the global {name}, which {path} uses,"
+            is_compared = type(value) in (*PLAIN, *_CONTAINERS) or is_registered(value)
+            if is_compared or key in self._constants:
+                self._note_constant(key, [*islice(_leaves(value), _MOST)])
+
     def _note_constant(self, path: str, content: list[Any]) -> None:
         content = [state_as_bytes(x) if is_registered(x) else x for x in content]
         before = self._constants.setdefault(path, content)
@@ -151,9 +167,8 @@ class HeldValues:
             for one, two in zip(before, content, strict=True)
         ):
             raise ModelError(
-                f"{path}, or a variable that it uses, has changed since the loop began, and is not "
-                f"carried to a worker that joins or to a checkpoint: {_REMEDY}; make "
-                "a function an object with __call__"
+                f"{path} has changed since the loop began, and is not carried to a worker that "
+                f"joins or to a checkpoint: {_REMEDY}; make a function an object with __call__"
             )
 
     def _content_of(self, value: Any, path: str, *, refuses: bool = True) -> list[Any]:
@@ -174,7 +189,7 @@ class HeldValues:
                     "not carried to a worker that joins. Make it an object with __call__, "
                     "state_dict and load_state_dict"
                 )
-        return [*leaves, *islice(_leaves(_globals_of(value)), _MOST)]
+        return leaves
 
     # ---------------------------------------------------------------------------------- writing
 
@@ -336,15 +351,6 @@ def _is_object(value: Any) -> bool:
 def _is_of_process(value: Any) -> bool:
     """Returns whether a class or a function is one of `_PROCESS`."""
     return str(value.__module__).partition(".")[0] in _PROCESS
-
-
-def _globals_of(function: Any) -> list[Any]:
-    """Returns the numbers, texts, containers and generators among the globals that a function
-    names."""
-    if not isinstance(function, types.FunctionType) or is_installed(function.__code__.co_filename):
-        return []
-    held = globals_of(function).values()
-    return [x for x in held if type(x) in (*PLAIN, *_CONTAINERS) or is_registered(x)]
 
 
 def _made_in_step(path: str) -> ModelError:
