@@ -103,7 +103,11 @@ class StartRecord:
 def _code_of(data: DataConfig | MapStyleData) -> Iterator[Any]:
     """Yield classes and functions that make rows, also of data sets that others are made of."""
     pending = [data.collate_fn, data.dataset if isinstance(data, MapStyleData) else data.transform]
+    known = set[int]()
     for one in pending:  # it grows
+        if id(one) in known:
+            continue
+        known.add(id(one))
         yield one if callable(one) else type(one)
         held = getattr(one, "__dict__", {})
         yield from filter(callable, held.values())

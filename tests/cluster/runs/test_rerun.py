@@ -473,6 +473,7 @@ class Transformed(Points):
     def __init__(self, transform):
         super().__init__()
         self.transform = transform
+        self.dataset = self
 
 
 @pytest.mark.parametrize(
