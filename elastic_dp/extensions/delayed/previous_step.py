@@ -18,6 +18,7 @@ from torch import nn
 
 from elastic_dp.errors import LossError
 from elastic_dp.train.state.module_buffers import ModuleBuffers
+from elastic_dp.train.state.train_state import set_modes
 from elastic_dp.train.step.precision import LossScale
 
 
@@ -83,12 +84,12 @@ class PreviousStep:
         scaled = contextlib.nullcontext() if scale is None else scale.replaced(self._scale)
         with buffers.replaced(self._buffers), scaled:
             self._swap()
-            self._set_modes(self._training)
+            set_modes(self._model, self._training)
             try:
                 yield
             finally:
                 self._swap()
-                self._set_modes(training)
+                set_modes(self._model, training)
 
     def check(self, losses: Mapping[int, tuple[float, float]]) -> None:
         """Raises LossError if a micro-batch of this step gave another loss when it was run again.
@@ -134,12 +135,6 @@ class PreviousStep:
             now = p.detach().clone()
             p.copy_(value)
             value.copy_(now)
-
-    def _set_modes(self, training: list[bool]) -> None:
-        modules = [*self._model.modules()]
-        if len(modules) == len(training):  # else other code has made them; see `TrainState.adopt`
-            for module, flag in zip(modules, training, strict=True):
-                module.training = flag
 
     def _require(self, flags: list[bool]) -> None:
         for p, flag in zip(self._parameters, flags, strict=True):

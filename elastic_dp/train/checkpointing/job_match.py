@@ -88,7 +88,7 @@ def changes_since(then: Mapping[str, Any], now: Mapping[str, Any], step: int) ->
     same_modules = then.get("modules", now["modules"]) == now["modules"]
     for what, off in then.get("off", {}).items():
         changed = sorted({*off} ^ {*now["off"][what]})
-        if changed and (same_modules or what != "training"):  # see `TrainState.adopt`
+        if changed and (same_modules or what != "training"):  # see `set_modes`
             name = ".".join(filter(None, ("model", changed[0], what)))
             more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
             was = changed[0] not in off

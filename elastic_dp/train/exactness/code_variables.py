@@ -44,7 +44,7 @@ def variables_of(function: Any, without: Collection[int] = ()) -> Mapping[str, A
 
 
 @functools.lru_cache(maxsize=256)
-def global_names(code: types.CodeType) -> tuple[str, ...]:
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
     """Returns the globals that code, or code within it, reads or writes."""
     found = (
         one.argval
@@ -58,7 +58,7 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
 def globals_of(function: types.FunctionType) -> dict[str, Any]:
     """Returns the globals that a function names."""
     held = function.__globals__
-    return {name: held[name] for name in global_names(function.__code__) if name in held}
+    return {name: held[name] for name in _global_names(function.__code__) if name in held}
 
 
 def closure_of(function: types.FunctionType) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def _globals_in(code: types.CodeType, held: Mapping[str, Any]) -> Sequence[str]:
     names: dict[str, Any] = {}
     pending = [code]
     while pending:
-        for name in global_names(pending.pop()):
+        for name in _global_names(pending.pop()):
             if name not in names and name in held:
                 names[name] = value = held[name]
                 if isinstance(value, types.FunctionType) and value.__globals__ is held:

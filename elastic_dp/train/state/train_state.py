@@ -345,11 +345,7 @@ class TrainState:
                 self.parameters.values(), tree["body"]["requires_grad"], strict=True
             ):
                 p.requires_grad_(flag)
-            modules, flags = [*self.model.modules()], tree["body"]["training"]
-            # Else other code has made the model, and its flags count.
-            if len(modules) == len(flags):
-                for module, flag in zip(modules, flags, strict=True):
-                    module.training = flag
+            set_modes(self.model, tree["body"]["training"])
         self.note_commit()
         if body:
             self.optimizers.committed = step["held"]
@@ -414,6 +410,15 @@ class ExtraState:
         if content != self.read():
             with _given(f"set_extra_state of {self.name}"):
                 self.module.set_extra_state(from_bytes(content)["value"])
+
+
+def set_modes(model: nn.Module, training: Sequence[bool]) -> None:
+    """Sets `training` of each module. Where other code has made the model, with more modules or
+    fewer, what it has set counts."""
+    modules = list(model.modules())
+    if len(modules) == len(training):
+        for module, flag in zip(modules, training, strict=True):
+            module.training = flag
 
 
 @contextlib.contextmanager
