@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -82,9 +83,9 @@ def _forget_gone() -> None:
 def _drop(handed: list[Abandoned], rested: threading.Event) -> None:
     _backend, operations, _store = handed.pop()
     rested.wait(REST_S)
-    for operation in operations:
+    for work in chain.from_iterable(operation.works for operation in operations):
         with contextlib.suppress(RuntimeError):
-            operation.work.wait()
+            work.wait()
 
 
 # ------------------------------------------------------------------- memory of the next generation

@@ -1,8 +1,8 @@
 """An optimizer whose state is divided among the members of a generation, each piece on two of them.
 
-A step updates twice. Before its commit it updates copies of what this member sends, a few pieces at
-a time, of which only the parameters are kept. After it, the same update is done in place. Of a
-small model, whose updates take more time than memory, the states are kept, too:
+Before its commit a step updates copies of what this member sends, a few pieces at a time. The states
+of some of them are kept, as far as there is memory for them (`KEPT_BYTES`). All other pieces are
+updated in place after the commit, also those whose parameters have been sent:
 
     held        the state of the pieces that this member holds, as of the last commit
     prepared    the gradients of these pieces in the step that is being attempted, until its commit
@@ -74,7 +74,7 @@ ALL_HOLD = 2  # up to so many members, each holds everything
 # large pieces, in place, too: torch's optimizers make temporary tensors for all that they update
 # together there.
 UPDATED_BYTES, UPDATED_BYTES_ON_DEVICE = 1 << 20, 64 << 20
-SMALL_BYTES = 16 << 20  # of the parameters of a small model
+KEPT_BYTES = 8 << 20  # of the parameters whose next state is kept until the commit
 # Of parameters: what a member sends in one step for backups, at least; and the part of their bytes
 # that it sends, if that is more.
 STEP_BYTES = 1 << 20
@@ -88,7 +88,7 @@ class _PreparedStep:
     step: int
     generation: int
     gradients: dict[int, torch.Tensor]  # of the pieces that it holds and that are updated
-    states: dict[int, State]  # of those that are updated already
+    states: dict[int, State]  # the next ones, of some of them
 
 
 class ShardedOptimizer(OptimizerHolders):
@@ -113,7 +113,6 @@ class ShardedOptimizer(OptimizerHolders):
             else 0  # it has no state
             for number, piece in enumerate(self.pieces)
         ]
-        self._is_small = sum(self.sizes) <= SMALL_BYTES
         self.held: dict[int, State] = {}
         self._prepared: _PreparedStep | None = None
         self.committed_in = 0  # the generation of the last commit
@@ -292,20 +291,20 @@ class ShardedOptimizer(OptimizerHolders):
         return odd | {group.rank} if odd else odd
 
     def _update_copies(self, copies: Mapping[int, torch.Tensor], prepared: _PreparedStep) -> None:
-        """Updates these copies of pieces. The state of the pieces stays as it is."""
+        """Updates these copies of pieces. The state of the pieces stays as it is. The next one is
+        kept, if there is room for it."""
         given = {n: prepared.gradients[n] for n in copies}
         if self._updates.may_write_to_gradients:  # which are needed again
             given = {n: one.clone() for n, one in given.items()}
         states = {n: self.held[n] for n in copies}
         self._updates.run(copies, given, states, copies=True)
-        if self._is_small:
+        if sum(self.sizes[n] for n in [*prepared.states, *copies]) <= KEPT_BYTES:
             prepared.states |= states
 
     def _chunks(self, numbers: Iterable[int]) -> Iterator[list[int]]:
         """Yields pieces that are updated together, small ones first."""
         on_device = accelerator_of(self._device).asynchronous
         limit = UPDATED_BYTES_ON_DEVICE if on_device else UPDATED_BYTES
-        limit = SMALL_BYTES if self._is_small else limit
         chunk, size = list[int](), 0
         for number in sorted(numbers, key=self.sizes.__getitem__):
             chunk.append(number)

@@ -12,9 +12,8 @@ import torch
 from elastic_dp.distributed import gradient_units
 from elastic_dp.distributed.gradient_norm import GradientClipping, squares_of_units
 from elastic_dp.distributed.gradient_units import UnitLayout, in_memory_order
-from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
-from elastic_dp.extensions.sharding import parameter_gather, sharded_optimizer
+from elastic_dp.extensions.sharding import sharded_optimizer
 from elastic_dp.extensions.sharding.piece_reduction import GatheredNorm
 from elastic_dp.extensions.sharding.pieces import PieceUpdates, part_of
 from elastic_dp.extensions.sharding.shardable_optimizers import SHARDABLE_BY_NAME
@@ -33,14 +32,15 @@ DEVICE = torch.device("cpu")  # of the members' parameters
 @pytest.fixture(autouse=True)
 def _small_units(monkeypatch):
     monkeypatch.setattr(gradient_units, "UNIT_BYTES", 1024)
-    monkeypatch.setattr(sharded_optimizer, "SMALL_BYTES", 0)
+    monkeypatch.setattr(sharded_optimizer, "KEPT_BYTES", 0)
 
 
-@pytest.fixture(params=[0, 1 << 20], ids=["large", "small"])
-def is_small(request, monkeypatch):
-    """Whether the model is small. States of a small one are copied, too."""
-    monkeypatch.setattr(sharded_optimizer, "SMALL_BYTES", request.param)
-    return request.param > 0
+@pytest.fixture(params=[0, 2048, 1 << 20], ids=["none", "some", "all"])
+def kept(request, monkeypatch):
+    """Of how many pieces the next states are kept until the commit."""
+    monkeypatch.setattr(sharded_optimizer, "KEPT_BYTES", request.param)
+    monkeypatch.setattr(sharded_optimizer, "UPDATED_BYTES", 1024)
+    return request.node.callspec.id
 
 
 class Member:
@@ -455,24 +455,6 @@ def test_member_that_leaves_is_told_whether_copies_are_missing():
     check_equal(members, plain_after(4))
 
 
-def test_parameters_are_gathered_in_parts_of_a_limited_size(monkeypatch):
-    """Gloo receives each part in memory of its own."""
-    monkeypatch.setattr(parameter_gather, "GATHERED_BYTES", 1000)
-    gathered, gather = [], ProcessGroup.all_gather
-
-    def counts(group, output, input):
-        if output.dtype == torch.float32:
-            gathered.append(output.nbytes)
-        return gather(group, output, input)
-
-    monkeypatch.setattr(ProcessGroup, "all_gather", counts)
-    members = four()
-    enter(members, Member.attempt)
-    assert len(gathered) > 20 and max(gathered) <= 1000
-    enter(members)
-    check_equal(members, plain_after(1))
-
-
 @pytest.fixture
 def updated(monkeypatch):
     """The bytes of the pieces of each update."""
@@ -498,17 +480,18 @@ def test_few_pieces_are_copied_and_updated_together(updated, monkeypatch):
     check_equal(members, plain_after(1))
 
 
-def test_small_state_is_updated_once(is_small, updated):
-    """A large one is updated before the commit and behind it, which takes less memory."""
+def test_pieces_whose_next_states_are_kept_are_updated_once(kept, updated):
+    """Others are updated before the commit and after it: they are sent, or compared."""
     members = four()
     enter(members, Member.attempt)
     held = sum(len(member.sharding.held) for member in members)
-    assert (sum(map(len, updated)) == held) is is_small
+    again = sum(map(len, updated)) - held
+    assert {"none": again == held, "some": 0 < again < held, "all": again == 0}[kept]
     enter(members, Member.attempt)
     check_equal(members, plain_after(2))
 
 
-@pytest.mark.usefixtures("is_small")
+@pytest.mark.usefixtures("kept")
 def test_aborted_step_leaves_state_as_it_was_and_is_done_again_with_the_same_bits():
     members = four()
 
@@ -530,7 +513,7 @@ def test_aborted_step_leaves_state_as_it_was_and_is_done_again_with_the_same_bit
     check_equal(members, plain_after(2))
 
 
-@pytest.mark.usefixtures("is_small")
+@pytest.mark.usefixtures("kept")
 def test_member_behind_holds_what_it_prepared_when_another_has_committed():
     members = four()
     enter(members, lambda member: member.attempt(commits=member is members[2]))
