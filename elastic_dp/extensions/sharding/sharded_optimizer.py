@@ -1,8 +1,8 @@
 """An optimizer whose state is divided among the members of a generation, each piece on two of them.
 
-Before its commit a step updates copies of what this member sends, a few pieces at a time. The states
-of some of them are kept, as far as there is memory for them (`KEPT_BYTES`). All other pieces are
-updated in place after the commit, also those whose parameters have been sent:
+Before its commit a step updates copies of what this member sends, a few pieces at a time. The
+states of some of them are kept, as far as there is memory for them (`KEPT_BYTES`). All other pieces
+are updated in place after the commit, also those whose parameters have been sent:
 
     held        the state of the pieces that this member holds, as of the last commit
     prepared    the gradients of these pieces in the step that is being attempted, until its commit
