@@ -114,7 +114,7 @@ class HeldValues:
                 leaves = list(_leaves(value))
                 carried = [leaf for leaf in leaves if not self._is_constant(leaf)]
                 if leaves and not carried:
-                    self._note_constant(at, leaves)
+                    self._note_function(at, value, [*leaves, *self._content_of(value, at)])
                     continue
                 if any(isinstance(leaf, torch.optim.Optimizer) for leaf in carried):
                     raise _made_in_step(at)
@@ -150,6 +150,7 @@ class HeldValues:
         self._note_constant(f"{path}, or a variable that it uses,", content)
         while isinstance(function, partial):
             function = function.func
+        function = getattr(function, "__func__", function)
         is_function = isinstance(function, types.FunctionType)
         if not is_function or is_installed(function.__code__.co_filename):
             return
@@ -161,6 +162,7 @@ class HeldValues:
 
     def _note_constant(self, path: str, content: list[Any]) -> None:
         content = [state_as_bytes(x) if is_registered(x) else x for x in content]
+        content += [x._version for x in content if self._is_compared(x)]
         before = self._constants.setdefault(path, content)
         if len(before) != len(content) or not all(
             one is two or (type(one) in PLAIN and one == two)
@@ -171,13 +173,23 @@ class HeldValues:
                 f"joins or to a checkpoint: {_REMEDY}; make a function an object with __call__"
             )
 
+    def _is_compared(self, value: Any) -> bool:
+        is_tensor = isinstance(value, torch.Tensor) and not value.is_inference()
+        return is_tensor and not self._is_constant(value)
+
     def _content_of(self, value: Any, path: str, *, refuses: bool = True) -> list[Any]:
-        """Returns what a function of the user's is bound to. It may not change."""
+        """Returns what a function of the user's is bound to, and for a method the attributes that
+        it names. It may not change."""
         if isinstance(value, partial):
             inner = self._content_of(value.func, path, refuses=refuses)
             held: list[Any] = [value.args, value.keywords, inner]
         elif isinstance(value, types.FunctionType) and not _is_of_process(value):
             held = [*closure_of(value).values()]
+        elif isinstance(value, types.MethodType) and id(value.__self__) not in self._known:
+            attributes, refuses = getattr(value.__self__, "__dict__", {}), False
+            names = getattr(getattr(value, "__code__", None), "co_names", ())
+            held = [attributes[name] for name in names if name in attributes]
+            held += self._content_of(value.__func__, path, refuses=False)
         else:
             return []
         leaves = list(_leaves(held) if refuses else islice(_leaves(held), _MOST))

@@ -11,10 +11,8 @@ created.
 
 from __future__ import annotations
 
-import types
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,8 +53,7 @@ class OptimizerState:
         self._all = list(found.values())  # the outermost one first
         self.all = [one for _, one in self._all]
         self._held = HeldValues()
-        self._others = list(others)
-        self._held.know(*model.modules(), *model.parameters(), *model.buffers(), *self._others)
+        self._held.know(*model.modules(), *model.parameters(), *model.buffers(), *others)
         if scheduler is not None:
             self._held.know(scheduler)
         for path, one in self._all:
@@ -80,8 +77,8 @@ class OptimizerState:
         read, self._held.tensors = self._held.read, []
         for path, one in self._all:
             self._held.note_function(type(one).step, f"{path}.step()")
-        for n, function in enumerate(_rates_of(self._scheduler, self._others)):
-            self._held.note_function(function, f"scheduler.lr_lambdas[{n}]")
+        for name, function in _rates_of(self._scheduler):
+            self._held.note_function(function, f"scheduler.{name}")
         optimizers = [
             {
                 "groups": [
@@ -342,19 +339,15 @@ def inner_schedulers(scheduler: Any) -> Iterable[Any]:
     return getattr(scheduler, "_schedulers", None) or ()
 
 
-def _rates_of(scheduler: Any, carried: Iterable[Any]) -> Iterator[Any]:
-    """Yields the functions of a LambdaLR, or of those in a chain or a sequence of schedulers: of
-    methods also the attributes that they name, unless their object is `carried`."""
+def _rates_of(scheduler: Any) -> Iterator[tuple[str, Any]]:
+    """Yields, by name, the functions of a LambdaLR and of a CyclicLR, or of those in a chain or a
+    sequence of schedulers."""
     for one in inner_schedulers(scheduler):
-        yield from _rates_of(one, carried)
-    for rate in getattr(scheduler, "lr_lambdas", None) or ():
-        function, owner = getattr(rate, "__func__", rate), getattr(rate, "__self__", None)
-        if isinstance(function, types.FunctionType) and all(owner is not x for x in carried):
-            held = getattr(owner, "__dict__", {})
-            names = function.__code__.co_names
-            yield partial(function, {name: held[name] for name in names if name in held})
-        elif isinstance(rate, partial):
-            yield rate
+        yield from _rates_of(one)
+    for n, rate in enumerate(getattr(scheduler, "lr_lambdas", None) or ()):
+        yield f"lr_lambdas[{n}]", rate
+    if (rate := getattr(scheduler, "_scale_fn_custom", None)) is not None:
+        yield "scale_fn", rate
 
 
 def _hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

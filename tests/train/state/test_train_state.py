@@ -296,6 +296,48 @@ def hook_with_a_tensor(parameters):
     return optimizer
 
 
+class Scaling:
+    """Has hooks that are methods."""
+
+    def __init__(self, model):
+        self.model, self.calls = model, 0
+        self.mask, self.scale = torch.ones(()), torch.ones(())
+
+    def masks(self, *_):
+        for p in self.model.parameters():
+            p.grad *= self.mask
+
+    def counts(self, *_):
+        self.calls += 1
+
+    def decays(self, *_):
+        self.scale.mul_(0.9)
+
+
+def with_method(name):
+    def make(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        optimizer.register_step_pre_hook(getattr(Scaling(model), name))
+        return optimizer
+
+    return with_optimizer(make)
+
+
+def cycling(scale):
+    make = functools.partial(
+        torch.optim.lr_scheduler.CyclicLR, base_lr=0.01, max_lr=0.1, scale_fn=scale
+    )
+    return with_optimizer(lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.5), make)
+
+
+class Amplitude:
+    calls = 0
+
+    def of_cycle(self, _):
+        self.calls += 1
+        return 1 / self.calls
+
+
 def decays(optimizer):
     optimizer.decay *= 0.97
     optimizer.scale.mul_(0.99)
@@ -309,6 +351,8 @@ CARRIED = {
         lambda m: zoo.OwnTensor(m.parameters()), body=decays
     ),
     "a scheduler of one's own": with_optimizer(adamw, zoo.Cycling),
+    "a hook that is a method": with_method("masks"),
+    "a cycle's own function": cycling(lambda cycle: 0.9**cycle),
 }
 
 
@@ -341,6 +385,17 @@ REFUSED = {
 def test_optimizer_state_that_cannot_be_carried_is_refused_by_name(kind):
     make, words = REFUSED[kind]
     assert words in refusal(with_optimizer(lambda m: make(m.parameters())))
+
+
+@pytest.mark.parametrize("name", ["counts", "decays"])
+def test_a_hook_that_is_a_method_and_changes_its_object_is_refused(name):
+    words = "optimizer.step_hooks.0, or a variable that it uses, has changed"
+    assert words in refusal(with_method(name))
+
+
+def test_a_cycle_whose_function_counts_is_refused():
+    words = "scheduler.scale_fn, or a variable that it uses, has changed"
+    assert words in refusal(cycling(Amplitude().of_cycle))
 
 
 def test_rate_may_be_read_from_a_tensor():
