@@ -47,6 +47,7 @@ from elastic_dp.checkpoint.layout import TensorSpec
 from elastic_dp.checkpoint.snapshot import HeldPiece, HeldState
 from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.distributed.gradient_norm import GradientNorm
+from elastic_dp.distributed.gradient_units import elements_per_unit
 from elastic_dp.distributed.piece_assignment import (
     HeldRange,
     HeldRanges,
@@ -75,6 +76,7 @@ ALL_HOLD = 2  # up to so many members, each holds everything
 # together there.
 UPDATED_BYTES, UPDATED_BYTES_ON_DEVICE = 1 << 20, 64 << 20
 KEPT_BYTES = 8 << 20  # of the parameters whose next state is kept until the commit
+CALLS_PART = 16  # of a unit, whose update takes as long as the calls for a piece
 # Of parameters: what a member sends in one step for backups, at least; and the part of their bytes
 # that it sends, if that is more.
 STEP_BYTES = 1 << 20
@@ -113,6 +115,9 @@ class ShardedOptimizer(OptimizerHolders):
             else 0  # it has no state
             for number, piece in enumerate(self.pieces)
         ]
+        # What members share evenly. The calls of an update take the time of some more bytes.
+        of_calls = elements_per_unit(torch.uint8) // CALLS_PART
+        self._loads = [size + of_calls if size else 0 for size in self.sizes]
         self.held: dict[int, State] = {}
         self._prepared: _PreparedStep | None = None
         self.committed_in = 0  # the generation of the last commit
@@ -150,7 +155,7 @@ class ShardedOptimizer(OptimizerHolders):
                 f"{lost} of the {len(self.pieces)} pieces of the optimizer's state were on lost "
                 "workers alone"
             )
-        holders = assign_pieces(self.sizes, world_size, topology, held)
+        holders = assign_pieces(self._loads, world_size, topology, held)
         # Before a run's first step there is next to nothing to copy.
         at_once = at_once or world_size <= ALL_HOLD or not self.committed_in
         later = [
@@ -400,7 +405,7 @@ class ShardedOptimizer(OptimizerHolders):
     ) -> Sequence[Holders]:
         """Returns the holders of all pieces in a generation whose members can read any."""
         everyone = range(world_size)
-        return assign_pieces(self.sizes, world_size, topology, [everyone] * len(self.sizes))
+        return assign_pieces(self._loads, world_size, topology, [everyone] * len(self.sizes))
 
     @property
     def has_all(self) -> bool:

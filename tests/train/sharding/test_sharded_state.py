@@ -455,6 +455,14 @@ def test_member_that_leaves_is_told_whether_copies_are_missing():
     check_equal(members, plain_after(4))
 
 
+def test_no_member_has_most_of_the_small_pieces():
+    """Each takes calls, which a member with fewer bytes would make for the others."""
+    member = Member(ADAM, [(256,), (256,), (128,), *[(4,)] * 24], torch.float32)
+    holders = member.sharding.holders_of_any(3, ())
+    numbers = Counter(one.primary for one in holders)
+    assert sum(numbers.values()) == 27 and max(numbers.values()) <= 13
+
+
 @pytest.fixture
 def updated(monkeypatch):
     """The bytes of the pieces of each update."""
