@@ -130,11 +130,11 @@ def test_all_processes_of_a_worker_wait_for_a_store_that_is_gone(moto):
 
             proxy.go_away()
             told("going on until it is back")
-            time.sleep(1.0)  # as long as others try before they wait
+            time.sleep(3.0)  # as long as others try before they wait
             proxy.come_back()
             told("is-gone-for-all is back")
 
-        failure = dataclasses.replace(PATIENT, storage_timeout_s=0.5)
+        failure = dataclasses.replace(PATIENT, storage_timeout_s=2.5)
         spec = spec_of(
             steps=ENDLESS, workers=1, virtual=4, data=data, failure=failure, processes_per_worker=2
         )
