@@ -50,57 +50,62 @@ class Look:
     opens: Callable[[Any], bool] = lambda value: False
 
     def facts_of(self, name: str, value: Any) -> Facts:
-        return dict(self._facts(name, value, 0, 0))
+        facts: Facts = {}
+        self._add(facts, name, value, 0, 0)
+        return facts
 
     def of_attributes(self, name: str, value: Any) -> Facts:
-        return dict(self._of_attributes(name, value, _MOST, 1))
+        facts: Facts = {}
+        self._add_attributes(facts, name, value, _MOST, 1)
+        return facts
 
-    def _facts(self, name: str, value: Any, depth: int, objects: int) -> Iterator[tuple[str, str]]:
+    def _add(self, facts: Facts, name: str, value: Any, depth: int, objects: int) -> None:
         """`depth`: how many containers it is in, and how many `objects`."""
-        if type(value) not in PLAIN and id(value) in self.without:
+        if type(value) in PLAIN:
+            facts[name] = _shown(value)
+            return
+        if id(value) in self.without:
             return
         match value:
             case Enum():
-                yield name, f"#{value.name}"
+                facts[name] = f"#{value.name}"
             case torch.Tensor():
-                yield from self._of_tensor(name, local_of(value))
+                if (fact := self._of_tensor(local_of(value))) is not None:
+                    facts[name] = fact
             case np.ndarray() | np.generic():
                 if value.dtype.kind in "biufcSU" and value.nbytes <= self.nbytes:
-                    yield name, _digest(f"{value.dtype} {value.shape}".encode(), value.tobytes())
+                    facts[name] = _digest(f"{value.dtype} {value.shape}".encode(), value.tobytes())
             case _ if is_registered(value):
-                yield name, DRAWN + _digest(state_as_bytes(value))
-            case bool() | int() | float() | complex() | str() | bytes() | None | itertools.count():
-                text = repr(value)
-                yield name, text if len(text) < 100 else _digest(text.encode())
+                facts[name] = DRAWN + _digest(state_as_bytes(value))
+            case int() | float() | complex() | str() | bytes() | itertools.count():
+                facts[name] = _shown(value)
             case dict() | list() | tuple() | set() | frozenset() | deque():
-                yield f"len({name})", repr(len(value))
+                facts[f"len({name})"] = repr(len(value))
                 if depth < _DEEPEST and not isinstance(value, set | frozenset):
                     deeper = depth + 1 if len(value) <= _MOST else _DEEPEST
                     for n, (key, one) in enumerate(_first_items(value)):
                         shown = repr(key) if type(key) in PLAIN else f"#{n}"
-                        yield from self._facts(f"{name}[{shown}]", one, deeper, objects)
+                        self._add(facts, f"{name}[{shown}]", one, deeper, objects)
             case types.GeneratorType() if depth < _DEEPEST:
                 if value.gi_frame and not value.gi_running:
-                    held = [*value.gi_frame.f_locals.values()]
-                    facts = dict(self._facts("", held, depth + 1, objects))
-                    yield name, f"#{value.gi_frame.f_lasti} {facts}"
+                    held: Facts = {}
+                    self._add(held, "", [*value.gi_frame.f_locals.values()], depth + 1, objects)
+                    facts[name] = f"#{value.gi_frame.f_lasti} {held}"
             case Iterator() if type(value).__module__ in ("builtins", "itertools"):
                 if (left := operator.length_hint(value, -1)) >= 0:
-                    yield name, f"#{left}"
+                    facts[name] = f"#{left}"
             case _:
-                yield from self.others(name, value)
+                facts |= self.others(name, value)
                 if objects < _DEEPEST and self.opens(value):
                     within = depth > 0 or objects > 0
                     most, around = (_WITHIN, _DEEPEST) if within else (_MOST, 1)
-                    yield from self._of_attributes(name, value, most, around)
+                    self._add_attributes(facts, name, value, most, around)
 
-    def _of_attributes(
-        self, name: str, value: Any, most: int, objects: int
-    ) -> Iterator[tuple[str, str]]:
+    def _add_attributes(self, facts: Facts, name: str, value: Any, most: int, objects: int) -> None:
         for key, one in itertools.islice(attributes_of(value).items(), most):
-            yield from self._facts(f"{name}.{key}", one, 0, objects)
+            self._add(facts, f"{name}.{key}", one, 0, objects)
 
-    def _of_tensor(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, str]]:
+    def _of_tensor(self, tensor: torch.Tensor) -> str | None:
         whole = self.nbytes == math.inf
         odd = tensor.is_meta or tensor.is_quantized or tensor.is_nested
         dense = tensor.layout is torch.strided and not odd
@@ -109,10 +114,11 @@ class Look:
         near = on_host and not tensor.is_complex() and tensor.nbytes <= self.nbytes
         if near or (dense and whole):
             own = tensor.detach().resolve_conj().resolve_neg()
-            yield name, f"#{tensor.dtype} {tuple(tensor.shape)} {digest_of([own])}"
-        elif not whole and not tensor.is_inference():
-            first = _first_elements(tensor) if on_host else ""
-            yield name, f"#{id(tensor)} {tensor._version} {first}"
+            return f"#{tensor.dtype} {tuple(tensor.shape)} {digest_of([own])}"
+        if whole or tensor.is_inference():
+            return None
+        first = _first_elements(tensor) if on_host else ""
+        return f"#{id(tensor)} {tensor._version} {first}"
 
 
 def facts_of(name: str, value: Any) -> Facts:
@@ -183,6 +189,11 @@ def _first_elements(tensor: torch.Tensor) -> str:
     if is_freed or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return ""
     return digest_of([tensor.detach().view(-1)[:_SAMPLED]])
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 100 else _digest(text.encode())
 
 
 def _digest(*parts: bytes) -> str:
