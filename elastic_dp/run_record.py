@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_dp.config import JobSpec
 from elastic_dp.errors import CheckpointError, DataError, FileDamaged, RunMismatch
 from elastic_dp.storage import ObjectMissing, StorageURL, Store, redact_url
-from elastic_dp.storage.json_files import make, path_in, read_json, write_json
+from elastic_dp.storage.json_files import make, numbers, path_in, read_json, write_json
 
 if TYPE_CHECKING:  # they import torch or pyarrow, and a stored result is read without them
     from elastic_dp.checkpoint.catalog import Catalog
@@ -361,7 +361,7 @@ def _read_result(url: str) -> tuple[Result | None, RunLimits]:
         raise FileDamaged(where, f"its {_LIMITS} are {limits!r:.40}", _RESULT_AGAIN)
     result = make(Result, stored, where, _RESULT_AGAIN)
     # The folder may have been moved. `load_state` and `export` need it, and the URL's options.
-    result = dataclasses.replace(result, path=url)
+    result = dataclasses.replace(result, path=url, metrics=numbers(result.metrics))
     return result, make(RunLimits, limits, f"{where} ({_LIMITS})", _RESULT_AGAIN)
 
 

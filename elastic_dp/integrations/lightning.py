@@ -26,6 +26,7 @@ from lightning.pytorch.core.optimizer import (
     _configure_schedulers_automatic_opt,
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, StackDataset
 from torchmetrics import Metric
 
@@ -63,9 +64,10 @@ _CALLED = names("""
 prepare_data setup teardown configure_model train_dataloader val_dataloader
 """)
 _OF_MODULES = names("""
-backward configure_callbacks configure_gradient_clipping lr_scheduler_step optimizer_step
+backward configure_callbacks configure_gradient_clipping log lr_scheduler_step optimizer_step
 optimizer_zero_grad
 """)
+OF_DATAMODULES = names("load_state_dict on_exception state_dict")
 _HOOKS = (name for kind in (ModelHooks, DataHooks, CheckpointHooks) for name in vars(kind))
 # What is refused where it is overridden. A run does not test or predict, so those hooks are not.
 NOT_CALLED = _OF_MODULES + [
@@ -73,6 +75,7 @@ NOT_CALLED = _OF_MODULES + [
     for name in _HOOKS
     if name[0] != "_" and name not in _CALLED and not re.search("test|predict", name)
 ]
+_LOG_OPTIONS = inspect.signature(LightningModule.log).parameters.keys()
 
 
 class LightningTrainer(ElasticTrainer):
@@ -137,6 +140,7 @@ class LightningTrainer(ElasticTrainer):
             _train,
             of_steps={"clip_norm": gradient_clip_val or None, "precision": PRECISIONS[precision]},
             validation=validation,
+            batches_of_step=accumulate_grad_batches,
             validate_every=check_val_every_n_epoch,
             log_every=log_every_n_steps,
         )
@@ -176,7 +180,7 @@ def _check_module(module: Any, datamodule: Any) -> None:
     instead = "Put it into training_step or validation_step, or write the loop with ctx.steps"
     check_overrides(module, LightningModule, NOT_CALLED, instead)
     if datamodule is not None:
-        check_overrides(datamodule, LightningDataModule, NOT_CALLED, instead)
+        check_overrides(datamodule, LightningDataModule, NOT_CALLED + OF_DATAMODULES, instead)
     for name, part in module.named_modules():
         if isinstance(part, Metric):
             raise SpecError(
@@ -247,8 +251,7 @@ def _collated_by_number(collate_fn: Any, batch_size: int, rows: Any) -> Any:
 
 def _train(module: Any, ctx: TrainContext, *, of_steps: dict[str, Any], **settings: Any) -> None:
     module.trainer = view = _TrainerView(ctx)
-    module.to(ctx.device)
-    module.train()
+    module.to(ctx.device)  # in its own mode: parts of it may be frozen
     try:
         optimizers, schedulers, monitor = _configure_optimizers(module.configure_optimizers())
         if len(optimizers) != 1:
@@ -258,6 +261,7 @@ def _train(module: Any, ctx: TrainContext, *, of_steps: dict[str, Any], **settin
             )
         configs = _configure_schedulers_automatic_opt(schedulers, monitor)
         view.optimizers, view.strategy._lightning_optimizers = optimizers, optimizers
+        view.lr_scheduler_configs = configs
         body = _Body(module, ctx, configs, **settings)
         module.log = body.log  # log_dict calls it, too
         state = {f"scheduler{i}": config.scheduler for i, config in enumerate(configs)}
@@ -281,7 +285,7 @@ class _TrainerView:
         self.max_steps, self.num_training_batches = ctx.total_steps, ctx.steps_per_epoch
         self.global_step = self.current_epoch = 0
         self.logger, self.loggers = None, list[Any]()
-        self.optimizers: list[Any] = []
+        self.optimizers, self.lr_scheduler_configs = list[Any](), list[Any]()
         self.strategy = types.SimpleNamespace()  # `module.optimizers()` reads those of this one
 
     def __getattr__(self, name: str) -> Any:
@@ -301,11 +305,13 @@ class _Body:
         schedulers: list[Any],
         *,
         validation: MapStyleData | None,
+        batches_of_step: int,
         validate_every: int,
         log_every: int,
     ) -> None:
         self._module, self._view, self._ctx = module, module.trainer, ctx
         self._schedulers, self._validation = schedulers, validation
+        self._batches_of_step = batches_of_step
         self._validate_every, self._log_every = validate_every, log_every
         self._logged: dict[str, Any] = {}  # by the present call of a step, by key
         self._by_step = True  # that is training_step
@@ -336,6 +342,8 @@ class _Body:
     ) -> None:
         """Takes the place of `LightningModule.log`. Values travel as metrics, whose keys begin with
         "step" or "epoch" for where they count: every worker has to know it."""
+        if unknown := ignored.keys() - _LOG_OPTIONS:
+            raise TypeError(f"self.log got {', '.join(sorted(unknown))}, which it does not take")
         by_step = self._by_step if on_step is None else on_step
         by_epoch = not self._by_step if on_epoch is None else on_epoch
         is_mean = reduce_fx in ("mean", torch.mean) and not isinstance(value, Metric | Mapping)
@@ -357,6 +365,8 @@ class _Body:
         self._logged, self._by_step = {}, True
         in_epoch = self._view.global_step % self._ctx.steps_per_epoch
         outputs = _call(self._module.training_step, batch, in_epoch)
+        if isinstance(outputs, Mapping) and "loss" not in outputs:
+            raise LossError(f"training_step returned a dict of {', '.join(outputs)} without 'loss'")
         loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
         if loss is None:  # the batch is left out
             return torch.zeros(()), 0.0
@@ -369,15 +379,16 @@ class _Body:
         return torch.zeros(()), rows, self._logged
 
     def run(self, step: Step) -> None:
-        record: dict[str, float] = {}
+        by_step: dict[str, float] = {}
         for key, value in step.metrics.items():
             where, _, name = key.partition(" ")
-            if where == "epoch":
-                total = self._sums.setdefault(name, [0.0, 0.0])
-                total[0] += value * step.weight
-                total[1] += step.weight
-            elif step.number % self._log_every == 0:
-                record[name] = value
+            if where == "step":
+                by_step[name] = value
+                continue
+            total = self._sums.setdefault(name, [0.0, 0.0])
+            total[0] += value * step.weight
+            total[1] += step.weight
+        record = {} if step.number % self._log_every else by_step.copy()
         is_due = step.epoch_end and (step.epoch + 1) % self._validate_every == 0
         if is_due and self._validation is not None:
             means = self._ctx.evaluate(self._validation_loss, self._validation)
@@ -386,28 +397,31 @@ class _Body:
         if step.epoch_end or step.number == self._ctx.total_steps:
             record |= {name: total / weight for name, (total, weight) in self._sums.items()}
             self._sums = {}
-        self._step_schedulers(step, record)
+        self._step_schedulers(step, by_step | record)
         self._begin_after(step.number)
         if record:
             self._ctx.log({"epoch": step.epoch, **record})
 
-    def _step_schedulers(self, step: Step, record: Mapping[str, float]) -> None:
+    def _step_schedulers(self, step: Step, logged: Mapping[str, float]) -> None:
+        """As in Lightning, where steps are counted in batches, from the start of the epoch."""
+        in_epoch = self._view.global_step % self._ctx.steps_per_epoch + 1
+        counts = {"step": in_epoch * self._batches_of_step, "epoch": step.epoch + 1}
         for config in self._schedulers:
-            by_step = config.interval == "step"
-            count = step.number if by_step else step.epoch + 1
-            if count % config.frequency or not (by_step or step.epoch_end):
+            is_due = config.interval == "step" or step.epoch_end
+            if not is_due or counts[config.interval] % config.frequency:
                 continue
             if not config.reduce_on_plateau:
                 config.scheduler.step()
-            elif config.monitor in record:
-                config.scheduler.step(record[config.monitor])
-            else:
+            elif config.monitor in logged:
+                config.scheduler.step(logged[config.monitor])
+            elif config.strict:
                 raise LoopError(
                     f"the scheduler {type(config.scheduler).__name__} monitors {config.monitor!r}, "
-                    f"which is not logged when it is due; logged are: {', '.join(record)}"
+                    f"which is not logged when it is due; logged are: {', '.join(logged)}"
                 )
 
 
 def _call(step: Any, batch: Any, batch_idx: int) -> Any:
     """`batch_idx` may be left out in a module."""
-    return step(batch, batch_idx) if len(inspect.signature(step).parameters) > 1 else step(batch)
+    is_wanted = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+    return step(batch, batch_idx) if is_wanted else step(batch)

@@ -190,7 +190,8 @@ def _check_trainer(trainer: Any) -> None:
 
 
 def _check_arguments(args: Any) -> None:
-    for field in dataclasses.fields(args):
+    # A derived class may have fields of its own, which its methods of Trainer read.
+    for field in dataclasses.fields(transformers.TrainingArguments):
         value, default = getattr(args, field.name), field.default
         is_empty = value in _EMPTY and default in _EMPTY
         is_same = type(value) is type(default) and value == default
@@ -222,7 +223,14 @@ def _total_steps(args: Any, rows: int, virtual_workers: int) -> int:
         return args.max_steps
     batch = args.per_device_train_batch_size * virtual_workers
     steps = rows // batch if args.dataloader_drop_last else math.ceil(rows / batch)
-    return math.ceil(args.num_train_epochs * steps)
+    total = math.ceil(args.num_train_epochs * steps)
+    if total < 1:
+        raise SpecError(
+            f"there is no step to make: TrainingArguments.num_train_epochs is "
+            f"{args.num_train_epochs}, dataloader_drop_last is {args.dataloader_drop_last}, a step "
+            f"has {batch} rows, and train_dataset {rows}"
+        )
+    return total
 
 
 def _without_process_state(trainer: Any, rows: Any) -> Any:
@@ -285,8 +293,6 @@ def _prepare(trainer: Any, ctx: TrainContext) -> None:
     trainer.model.train()
     trainer.create_optimizer()
     trainer.create_scheduler(num_training_steps=ctx.total_steps)
-    trainer.state = TrainerState(max_steps=ctx.total_steps)
-    trainer.state.compute_steps(args, ctx.total_steps)
     trainer.is_in_train = True
 
 
@@ -322,7 +328,16 @@ class _Body:
     def __init__(self, trainer: Any, ctx: TrainContext) -> None:
         self._trainer, self._ctx, self._flow = trainer, ctx, DefaultFlowCallback()
         self._loss_sum, self._logged_step = 0.0, 0  # of the steps after the last log
+        self._set_state(TrainerState())
         trainer.log = self._log  # evaluate calls it, too
+
+    def _set_state(self, state: TrainerState) -> None:
+        """Limits and intervals are those of this start, which may differ from those before."""
+        trainer, steps = self._trainer, self._ctx.total_steps
+        epochs = math.ceil(steps / self._ctx.steps_per_epoch)
+        state.compute_steps(trainer.args, steps)
+        state.init_training_references(trainer, steps, epochs, None)
+        trainer.state = state
 
     def state_dict(self) -> dict[str, Any]:
         state = vars(self._trainer.state) | {"stateful_callbacks": None}
@@ -330,7 +345,7 @@ class _Body:
         return {"state": json.dumps(state, default=float), **loss}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._trainer.state = TrainerState(**json.loads(state["state"]))
+        self._set_state(TrainerState(**json.loads(state["state"])))
         self._loss_sum, self._logged_step = state["loss_sum"], state["logged_step"]
 
     def run(self, step: Step) -> None:
@@ -339,7 +354,7 @@ class _Body:
         self._loss_sum += step.loss
         state.global_step = step.number
         state.epoch = step.epoch + ((step.number - 1) % per_epoch + 1) / per_epoch
-        control = self._flow.on_step_end(args, state, TrainerControl())
+        control = trainer.control = self._flow.on_step_end(args, state, TrainerControl())
         if step.epoch_end or step.number == self._ctx.total_steps:
             control = self._flow.on_epoch_end(args, state, control)
         if control.should_log:
@@ -351,6 +366,8 @@ class _Body:
             trainer.model.train()
         if control.should_save:
             self._ctx.checkpoint()
+        if control.should_training_stop and step.number < state.max_steps:
+            self._ctx.stop("the Trainer's control says so")
 
     def _log(self, logs: Mapping[str, Any], *_: Any) -> None:
         state = self._trainer.state

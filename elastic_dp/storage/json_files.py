@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from elastic_dp.errors import FileDamaged, RunMismatch
@@ -19,6 +19,7 @@ from elastic_dp.storage.error_classes import ObjectMissing
 from elastic_dp.storage.store import Store
 
 _FORMAT = "format"
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 _SHOWN = 40  # characters of a wrong value in an error
 T = TypeVar("T")
 
@@ -58,8 +59,36 @@ def write_json(
 
     With `create_only`, raises FileExistsError if the file exists.
     """
-    text = json.dumps({_FORMAT: number, **content}, indent=2, default=str)
+    text = to_json({_FORMAT: number, **content}, indent=2)
     store.write(path_in(store, name), text.encode(), create_only=create_only)
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Returns JSON, which has no numbers that are not finite: they become the texts "NaN",
+    "Infinity" and "-Infinity". `numbers` is the way back."""
+    try:
+        return json.dumps(value, indent=indent, default=str, allow_nan=False)
+    except ValueError:
+        return json.dumps(_texts(value), indent=indent, default=str)
+
+
+def numbers(value: Any) -> Any:
+    """Returns a JSON value with the numbers that `to_json` has written as texts."""
+    if isinstance(value, str):
+        return float(value) if value in _NOT_FINITE else value
+    return _map(numbers, value)
+
+
+def _texts(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return json.dumps(value)
+    return _map(_texts, value)
+
+
+def _map(change: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: change(inner) for key, inner in value.items()}
+    return [change(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def parse_json(content: bytes, where: str, way_out: str) -> dict[str, Any]:

@@ -19,8 +19,6 @@ import errno
 import heapq
 import io
 import itertools
-import json
-import math
 import os
 import queue
 import secrets
@@ -33,6 +31,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from elastic_dp.errors import StorageError
 from elastic_dp.storage import Store
+from elastic_dp.storage.json_files import to_json
 from elastic_dp.telemetry.journal_reader import (
     JOURNAL_FILES,
     JournalTail,
@@ -155,7 +154,7 @@ class Journal:
                 listener(line)
             self._changed.notify_all()
         if self._writer is not None:
-            self._queue.put((file, json_line(line)))
+            self._queue.put((file, to_json(line)))
 
     def _keep(self, file: str, line: dict[str, Any]) -> None:
         self._count[file] += 1
@@ -300,24 +299,6 @@ class _Segment:
             is_full = len(content) >= _SEGMENT_BYTES
             self._number += is_full
             self._content = bytearray() if is_full else content
-
-
-def json_line(line: dict[str, Any]) -> str:
-    """Return a line as JSON, which has no numbers that are not finite: they are written as the
-    texts "NaN", "Infinity" and "-Infinity".
-    """
-    try:
-        return json.dumps(line, default=str, allow_nan=False)
-    except ValueError:
-        return json.dumps(_finite(line), default=str)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return json.dumps(value)
-    if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _write(file: io.FileIO, content: bytes) -> int:

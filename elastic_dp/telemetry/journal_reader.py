@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from elastic_dp.storage import Entry, ObjectRewritten, Store
-from elastic_dp.storage.json_files import path_in
+from elastic_dp.storage.json_files import numbers, path_in
 
 JOURNAL_FILES = ("events", "metrics")
 _CHUNK_BYTES = 4 * 2**20
-_NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # numbers that JSON does not have
 
 
 class JournalTail:
@@ -94,13 +93,7 @@ def journal_lines(file: str, texts: Iterator[str] | list[str]) -> Iterator[dict[
             line = json.loads(text)
             wanted = ("time", "step") if file == "metrics" else ("time",)
             if isinstance(line, dict) and all(_is_number(line.get(name)) for name in wanted):
-                if any(word in text for word in _NOT_FINITE):
-                    line = {name: _as_number(value) for name, value in line.items()}
-                yield line
-
-
-def _as_number(value: Any) -> Any:
-    return float(value) if isinstance(value, str) and value in _NOT_FINITE else value
+                yield numbers(line) if "NaN" in text or "Infinity" in text else line
 
 
 def _is_number(value: Any) -> bool:

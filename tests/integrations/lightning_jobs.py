@@ -101,6 +101,25 @@ SCHEDULES = {
         ),
         "monitor": "val_loss",
     },
+    "two": lambda optimizer, module: (
+        [optimizer],
+        [
+            torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9),
+            {
+                "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+                "interval": "step",
+                "frequency": 8,
+            },
+        ],
+    ),
+    "not strict": lambda optimizer, module: {
+        "optimizer": optimizer,
+        "lr_scheduler": {
+            "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+            "monitor": "nothing",
+            "strict": False,
+        },
+    },
 }
 
 
@@ -142,6 +161,19 @@ class LeavesOut(Classifier):
             return None
         loss = super().training_step(batch, batch_idx)
         return {"loss": loss if float(batch[1].sum()) % 2 else None}
+
+
+class Frozen(Classifier):
+    """A part of it stays in its mode of evaluation."""
+
+    def __init__(self):
+        super().__init__(dropout=0.9)
+        self.net[2].eval()
+
+    def training_step(self, *batch_and_number):
+        rates = self.lr_schedulers().get_last_lr()
+        assert rates == [self.optimizers().param_groups[0]["lr"]]
+        return super().training_step(*batch_and_number)
 
 
 class AsksTrainer(Classifier):
@@ -193,6 +225,16 @@ class TwoOptimizers(Classifier):
 class SumsLog(Classifier):
     def training_step(self, batch, batch_idx):
         self.log("rows", 2.0, reduce_fx="sum")
+
+
+class MisspellsLog(Classifier):
+    def training_step(self, batch, batch_idx):
+        self.log("loss", 2.0, on_steps=True)
+
+
+class ForgetsLoss(Classifier):
+    def training_step(self, batch, batch_idx):
+        return {"los": super().training_step(batch, batch_idx)}
 
 
 class LogsBatches(Classifier):

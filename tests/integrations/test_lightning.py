@@ -55,7 +55,7 @@ def logged(folder, name="run"):
 # --------------------------------------------------------------------------- beside the library
 
 
-@pytest.mark.parametrize("schedule", ["none", "step", "epoch", "plateau"])
+@pytest.mark.parametrize("schedule", ["none", "step", "epoch", "plateau", "two", "not strict"])
 def test_loss_curve_is_the_one_of_lightning_within_one_in_a_hundred_thousand(
     schedule, tmp_path, original
 ):
@@ -75,6 +75,14 @@ def test_loss_curve_is_the_one_of_lightning_within_one_in_a_hundred_thousand(
         theirs_last = float(trainer.callback_metrics[key])
         assert lines[-1][key] == pytest.approx(theirs_last, rel=1e-5), key
     assert lines[-1]["val_batch"] == pytest.approx(float(trainer.callback_metrics["val_batch"]))
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(value, ours.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+def test_parts_in_the_mode_of_evaluation_stay_in_it(tmp_path, original):
+    ours, theirs = jobs.Frozen(), jobs.Frozen()
+    fit(ours, tmp_path, jobs.PointsData(False))
+    original(theirs, jobs.PointsData(False))
     for name, value in theirs.state_dict().items():
         torch.testing.assert_close(value, ours.state_dict()[name], rtol=1e-4, atol=1e-5)
 
@@ -260,8 +268,12 @@ def test_hook_that_would_not_be_called_is_refused_where_it_is_overridden():
     assert {"on_train_batch_end", "on_validation_epoch_end", "on_save_checkpoint", "backward"} < {
         *integration.NOT_CALLED
     }
-    for hook in integration.NOT_CALLED:
-        for base in (jobs.Classifier, jobs.PointsData):
+    of_datamodules = integration.NOT_CALLED + integration.OF_DATAMODULES
+    for base, hooks in (
+        (jobs.Classifier, integration.NOT_CALLED),
+        (jobs.PointsData, of_datamodules),
+    ):
+        for hook in hooks:
             if not hasattr(base, hook):
                 continue
             given = {"module": jobs.Classifier(), "datamodule": jobs.PointsData()}
@@ -305,6 +317,8 @@ def test_module_of_another_kind_is_refused():
     ("module", "error", "words"),
     [
         ("TwoOptimizers", SpecError, "returned 2 optimizers"),
+        ("MisspellsLog", TypeError, "on_steps, which it does not take"),
+        ("ForgetsLoss", LossError, "returned a dict of los without 'loss'"),
         ("SumsLog", LossError, "reduce_fx='sum'.* the mean over the batch"),
         ("LogsBatches", LossError, "on_step=True, .*on_epoch alone in validation_step"),
         ("MonitorsNothing", LoopError, "monitors 'nothing'"),

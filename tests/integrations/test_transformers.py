@@ -108,8 +108,12 @@ def test_options_that_are_often_used_do_what_they_do_in_trainer(options, tmp_pat
 
 @pytest.mark.parametrize(
     ("more", "rel"),
-    [({"bf16": True, "max_steps": 4}, 1e-3), ({"kind": "Halved"}, 1e-5)],
-    ids=["bf16", "compute_loss of a subclass"],
+    [
+        ({"bf16": True, "max_steps": 4}, 1e-3),
+        ({"kind": "Halved"}, 1e-5),
+        ({"kind": "Stops"} | EVALUATES, 1e-5),
+    ],
+    ids=["bf16", "compute_loss of a subclass", "evaluate that stops"],
 )
 def test_loss_curve_and_rates_are_those_of_trainer(more, rel, tmp_path):
     kind = getattr(jobs, more.get("kind", "Trainer"))
@@ -148,6 +152,18 @@ def test_run_that_failed_goes_on_with_the_log_and_the_weights_of_an_undisturbed_
     assert result.step == 12 and result.weights_sha256 == undisturbed.weights_sha256
     for key in ("loss", "learning_rate", "eval_loss", "eval_accuracy"):
         assert losses(again, key) == losses(calm, key)
+
+
+def test_limit_that_is_raised_and_intervals_of_the_new_start_count(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 4} | EVALUATES
+    fit(jobs.causal_lm(tmp_path, max_steps=4, **options), tmp_path)
+    trainer = jobs.causal_lm(tmp_path, max_steps=12, **options | {"logging_steps": 5})
+    fit(trainer, tmp_path)
+    assert trainer.state.max_steps == 12 and trainer.state.num_train_epochs == 2
+    assert [*losses(trainer)] == [1, 2, 3, 4, 5, 10]
+    assert [*losses(trainer, "eval_loss")] == [3, 4, 6, 9, 12]
+    names = Catalog(Store(str(tmp_path / "run"))).names()
+    assert [name.step for name in names] == [4, 8, 12]
 
 
 def test_model_init_makes_the_model_in_the_worker(tmp_path):
@@ -302,6 +318,12 @@ def test_split_batches_of_accelerate_are_refused_by_name(tmp_path):
         integration.TransformersTrainer(trainer)
 
 
+def test_fields_of_a_derived_class_are_its_own(tmp_path):
+    trainer = jobs.causal_lm(tmp_path)
+    trainer.args = jobs.OwnArguments(tmp_path, use_cpu=True, temperature=0.5, report_to="none")
+    assert integration.TransformersTrainer(trainer, name="job").spec.max_steps == 18
+
+
 def test_methods_that_are_not_called_are_refused_where_a_subclass_overrides_them(tmp_path):
     trainer = jobs.causal_lm(tmp_path)
     assert {"train", "training_step", "log", "get_train_dataloader"} < {*integration.NOT_CALLED}
@@ -331,6 +353,9 @@ def test_trainer_of_another_kind_or_without_data_is_refused(tmp_path):
     trainer = jobs.causal_lm(tmp_path)
     trainer.train_dataset = None
     with pytest.raises(SpecError, match="train_dataset is a NoneType"):
+        integration.TransformersTrainer(trainer)
+    trainer = jobs.causal_lm(tmp_path, max_steps=-1, num_train_epochs=0)
+    with pytest.raises(SpecError, match="no step to make: .*num_train_epochs is 0"):
         integration.TransformersTrainer(trainer)
 
 

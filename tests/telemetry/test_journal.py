@@ -265,7 +265,7 @@ def test_numbers_that_json_does_not_have_are_written_as_json_and_read_back(url):
     line = json.loads(bytes(store.read_all(path)), parse_constant=pytest.fail)
     assert (line["loss"], line["most"], line["inner"]) == ("NaN", "Infinity", ["-Infinity"])
     (line,) = read_events(url)
-    assert math.isnan(line["loss"]) and line["most"] == math.inf
+    assert math.isnan(line["loss"]) and line["most"] == math.inf and line["inner"] == [-math.inf]
 
 
 @pytest.mark.parametrize("content", [b"[]\n", b"{}\n5\nnull\n", b"\xff\xfe\n", b"[" * 100_000])

@@ -1,6 +1,8 @@
 """What a Result has: the final weights, as a state and as a file, for as long as they are there."""
 
 import dataclasses
+import json
+import math
 import shutil
 import uuid
 
@@ -10,7 +12,7 @@ from safetensors.torch import load, load_file
 
 import elastic_dp as edp
 from elastic_dp.errors import CheckpointError
-from elastic_dp.run_record import read_result, run_names
+from elastic_dp.run_record import RunLimits, read_result, run_names, write_result
 from elastic_dp.storage import Store
 from tests.runs import Points
 from tests.train.jobs import classifier, digest_of, logs_its_loss
@@ -42,6 +44,14 @@ def test_load_state_has_the_final_weights_of_a_run_without_a_checkpoint_config(r
 def test_the_result_of_a_finished_run_that_is_run_again_has_its_weights(result, tmp_path):
     again = trainer(tmp_path).fit(local=True)
     assert again == result and digest_of(again.load_state().model) == result.weights_sha256
+
+
+def test_metrics_that_are_not_finite_are_json_in_the_file_and_numbers_in_the_result(tmp_path):
+    metrics = {"loss": math.inf, "by_class": [1.0, {"rare": -math.inf}]}
+    result = edp.Result("ends", str(tmp_path), 3, "the last step", "", True, metrics=metrics)
+    write_result(str(tmp_path), result, RunLimits())
+    json.loads((tmp_path / "result.json").read_text(), parse_constant=pytest.fail)
+    assert read_result(str(tmp_path)) == result
 
 
 def test_a_run_at_a_relative_path_stays_in_its_folder(tmp_path, monkeypatch):
