@@ -355,7 +355,7 @@ def test_trainer_of_another_kind_or_without_data_is_refused(tmp_path):
     with pytest.raises(SpecError, match="train_dataset is a NoneType"):
         integration.TransformersTrainer(trainer)
     trainer = jobs.causal_lm(tmp_path, max_steps=-1, num_train_epochs=0)
-    with pytest.raises(SpecError, match="no step to make: .*num_train_epochs is 0"):
+    with pytest.raises(SpecError, match=r"no step to make: .*num_train_epochs is 0"):
         integration.TransformersTrainer(trainer)
 
 
