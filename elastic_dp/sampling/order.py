@@ -55,6 +55,9 @@ STREAMS = 8  # per virtual worker, at most
 OPEN_BYTES = 256 << 20
 _ROWS = 4  # the purpose of a key; 1 to 3 are used by `EpochOrder`
 _LINES_KEPT = 2  # of this epoch, and of the next one where they meet
+# Rows of a virtual worker that are located together: each call of NumPy costs as much as for one.
+# And of how many virtual workers they are kept.
+_ROWS_TOGETHER, _LOCATED_KEPT = 512, 1024
 
 Shuffle = Literal["none", "rows", "full"]
 NOTHING: Ints = np.empty(0, dtype=np.int64)
@@ -151,6 +154,8 @@ class Order(BaseOrder):
             f"shuffle={shuffle} tail={tail} streams={self.streams}"
         )
         self._line = lru_cache(_LINES_KEPT)(self._lay_out)
+        self._together = max(1, _ROWS_TOGETHER // micro_batch_size)  # steps
+        self._located = lru_cache(_LOCATED_KEPT)(self._locate_some)
 
     def open_row_groups(self, virtual_workers: int) -> int:
         """Where a stream goes from one row group to the next, a step needs both."""
@@ -168,6 +173,14 @@ class Order(BaseOrder):
     def share(self, virtual_worker: int) -> int:
         """Return how many rows of an epoch the virtual worker consumes."""
         return self._start(virtual_worker + 1) - self._start(virtual_worker)
+
+    def locate(self, step: int, virtual_worker: int) -> tuple[Ints, Ints]:
+        turn, at = divmod(step - 1, self._together)
+        return self._located(turn, virtual_worker)[at]
+
+    def _locate_some(self, turn: int, virtual_worker: int) -> list[tuple[Ints, Ints]]:
+        first = turn * self._together + 1
+        return self.locate_each(range(first, first + self._together), virtual_worker)
 
     def locate_each(self, steps: range, virtual_worker: int) -> list[tuple[Ints, Ints]]:
         assert 0 <= virtual_worker < self.virtual_workers, "no such virtual worker"
