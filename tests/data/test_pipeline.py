@@ -109,7 +109,9 @@ def test_one_that_does_not_fit_is_read_if_nothing_can_be_dropped():
 
 def a_plan(ahead_bytes):
     """One step of 64 micro-batches, each a chunk of its own."""
-    source = SimpleNamespace(last_step=1, locate=lambda steps, v: [(None, 1)], parts=None)
+    source = SimpleNamespace(
+        last_step=1, steps_per_epoch=1, locate=lambda steps, v: [(None, 1)], parts=None
+    )
     plan = Planner(source, micro_batch_size=1, ahead_bytes=ahead_bytes, rows_at_once=0)
     plan.move(1, set(range(64)))
     return plan
@@ -138,6 +140,19 @@ def test_a_micro_batch_that_somebody_waits_for_needs_no_room():
     for virtual_worker in (50, 70):  # planned, and not
         plan.want((1, virtual_worker))
         assert made(plan) == [virtual_worker]
+
+
+def test_few_epochs_of_few_rows_are_planned_at_once():
+    asked = []
+
+    def locate(steps, _):
+        asked.append(steps)
+        return [(None, 1)] * len(steps)
+
+    source = SimpleNamespace(last_step=None, steps_per_epoch=3, locate=locate, parts=None)
+    plan = Planner(source, micro_batch_size=1, ahead_bytes=0, rows_at_once=0)
+    plan.move(1, {0})
+    assert asked == [range(1, 7)]
 
 
 def opened(groups, transform=None):

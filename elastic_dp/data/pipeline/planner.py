@@ -18,6 +18,7 @@ from elastic_dp.data.pipeline.block_memory import Key
 STEPS_AHEAD = 4  # limit of steps, or of chunks, that are made or being made
 ROWS_PLANNED, MICRO_BATCHES_PLANNED = 1 << 20, 1 << 13  # limits; a planned row takes 16 bytes
 ROWS_AT_ONCE = 4096  # rows of a virtual worker that are planned together
+EPOCHS_AT_ONCE = 2  # that are planned together: the order of each costs as much as many rows
 
 Slot = tuple[int, int]  # step, virtual worker
 
@@ -26,6 +27,7 @@ class Located(Protocol):
     """Where rows are. `work`: of a micro-batch."""
 
     last_step: int | None
+    steps_per_epoch: int
 
     def locate(self, steps: range, virtual_worker: int) -> Sequence[tuple[Any, int]]:
         """(work, number of rows) for each step."""
@@ -84,7 +86,8 @@ class Planner:
         self, source: Located, *, micro_batch_size: int, ahead_bytes: int, rows_at_once: int
     ) -> None:
         self._source, self._rows_at_once = source, rows_at_once
-        self._steps_at_once = max(1, ROWS_AT_ONCE // micro_batch_size)
+        steps = EPOCHS_AT_ONCE * source.steps_per_epoch
+        self._steps_at_once = max(1, min(steps, ROWS_AT_ONCE // micro_batch_size))
         self._rows_planned = min(ROWS_PLANNED, MICRO_BATCHES_PLANNED * micro_batch_size)
         # Steps that are planned beyond those that are made, so that a row group which they need too
         # is not dropped in between.
