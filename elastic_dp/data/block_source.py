@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from elastic_dp.data.columns.schema import top_level
-from elastic_dp.data.formats.file_format import RowGroupLocation, Scan, ShardAt
+from elastic_dp.data.formats.file_format import Ints, RowGroupLocation, Scan, ShardAt
 from elastic_dp.errors import DataError
 
 
@@ -37,8 +37,8 @@ class BlockSource(Protocol):
 
     def read(self, block: int, columns: Sequence[str]) -> pa.Table:
         """All rows of a block, with these columns of `schema`. Threads call it at the same time.
-        An OSError without an errno, or any other exception, is a block that cannot be decoded; see
-        `DataConfig.max_bad_fraction`."""
+        A ConnectionError, a TimeoutError, and an OSError with an errno, are the store's. Any other
+        exception is a block that cannot be decoded; see `DataConfig.max_bad_fraction`."""
 
 
 class Blocks:
@@ -52,17 +52,21 @@ class Blocks:
         self._source = source
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
-        source = self._source
-        rows = np.array(source.rows, dtype=np.int64)
-        stored = np.array(source.stored_bytes, dtype=np.int64)
-        if rows.shape != stored.shape or rows.ndim != 1 or (rows < 0).any() or (stored < 0).any():
+        source, schema = self._source, self._source.schema
+        if not isinstance(schema, pa.Schema):
             raise DataError(
-                f"DataConfig.url: {shard.name}: rows and stored_bytes of a block source must be a "
-                f"number for each block, and have the shapes {rows.shape} and {stored.shape}"
+                f"DataConfig.url: {shard.name}: the schema of a block source is a "
+                f"{type(schema).__name__}, must be a pyarrow.Schema"
+            )
+        rows, stored = self.numbers("rows"), self.numbers("stored_bytes")
+        if rows.shape != stored.shape:
+            raise DataError(
+                f"DataConfig.url: {shard.name}: a block source has {len(rows)} rows and "
+                f"{len(stored)} stored_bytes, must have one of each for each block"
             )
         ends = np.cumsum(stored)
         return Scan(
-            schema=source.schema,
+            schema=schema,
             rows=rows,
             starts=ends - stored,
             ends=ends,
@@ -70,6 +74,18 @@ class Blocks:
             stored=stored,
             check=zlib.crc32(source.identity.encode()),
         )
+
+    def numbers(self, field: str) -> Ints:
+        """`rows` or `stored_bytes` of the source. Raises DataError if they are no numbers."""
+        given = getattr(self._source, field)
+        numbers = np.asarray(given)
+        whole = numbers.dtype.kind in "iu" or not numbers.size
+        if numbers.ndim != 1 or not whole or (numbers < 0).any():
+            raise DataError(
+                f"DataConfig.url: {self._source.identity}: {field} of a block source must be a "
+                f"list of whole numbers, one for each block, and is {given!s:.80}"
+            )
+        return numbers.astype(np.int64)
 
     def read(
         self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]

@@ -5,6 +5,7 @@ import pickle
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +14,7 @@ import pytest
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data import BlockSource, open_data, open_evaluation, read_index
-from elastic_dp.errors import BadShard, DataError, SpecError
+from elastic_dp.errors import BadShard, DataError, SpecError, StorageError
 from tests.data.test_rows_in_rows_out import dealt, evaluated
 
 PAGE = Path(__file__).parents[2] / "docs" / "preparing-data.md"
@@ -111,6 +112,34 @@ def test_a_source_that_breaks_its_word_is_named(make, words, monkeypatch):
     monkeypatch.setattr(Numbers, "read", lambda self, *asked: make(read(self, *asked)))
     data = open_evaluation(config())
     with pytest.raises((DataError, BadShard), match=words):
+        data.batch(0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"schema": {"id": "int64"}}, "schema of a block source is a dict, must be a pyarrow.Sch"),
+        ({"rows": (7, None)}, r"rows of a block source must be .* and is \(7, None\)"),
+        ({"rows": (7, 4.5)}, "rows of a block source must be a list of whole numbers"),
+        ({"rows": (7, -1)}, "rows of a block source must be"),
+        ({"stored_bytes": 100}, "stored_bytes of a block source must be .* and is 100"),
+        ({"stored_bytes": (7,)}, "has 5 rows and 1 stored_bytes, must have one of each"),
+    ],
+)
+def test_blocks_that_are_no_numbers_are_refused_by_name(changes, words):
+    source = SimpleNamespace(**vars(Numbers()), stored_bytes=[1, 1], read=None)
+    vars(source).update(changes)
+    with pytest.raises(DataError, match=words):
+        read_index(config(source))
+
+
+def test_a_source_that_cannot_be_reached_has_no_bad_blocks(monkeypatch):
+    def read(*_):
+        raise ConnectionError("refused")
+
+    monkeypatch.setattr(Numbers, "read", read)
+    data = open_evaluation(config(max_bad_fraction=1))
+    with pytest.raises(StorageError, match="cannot read numbers of version 1: refused"):
         data.batch(0)
 
 

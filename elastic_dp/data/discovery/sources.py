@@ -59,8 +59,9 @@ def open_sources(config: DataConfig, timeout_s: float) -> list[OpenedSource]:
     DataError for a source without shards."""
     urls = config.urls
     if (source := config.block_source) is not None:
-        entry = Entry(source.identity, max(1, sum(source.stored_bytes)), "")
-        return [OpenedSource(None, Blocks(source), "", True, [source.identity], [entry], prefix="")]
+        blocks = Blocks(source)
+        entry = Entry(source.identity, max(1, int(blocks.numbers("stored_bytes").sum())), "")
+        return [OpenedSource(None, blocks, "", True, [source.identity], [entry], prefix="")]
     is_list = not isinstance(config.url, str) or len(urls) > 1
 
     def open_one(url: str) -> OpenedSource:

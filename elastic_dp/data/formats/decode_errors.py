@@ -30,7 +30,8 @@ def decoding(shard: ShardAt, location: RowGroupLocation) -> Iterator[None]:
     except ElasticError:
         raise
     except OSError as error:
-        if error.errno is None:  # raised by a decoder; the operating system sets a number
+        of_store = isinstance(error, ConnectionError | TimeoutError) or error.errno is not None
+        if not of_store:  # raised by a decoder; the operating system sets a number
             raise _bad(shard, location, error) from error
         raise StorageError(f"cannot read {shard.name}: {error}") from error
     except MemoryError as error:
