@@ -102,12 +102,21 @@ class Collator:
         return pinned(tensors) if self._pin else tensors
 
     def _to_tensor(self, name: str, value: Any) -> Any:
+        if _is_list_of_arrays(value):
+            value = _stacked(value)
         if isinstance(value, np.ndarray) and value.dtype.kind != "O":
-            if value.flags.carray:  # in order, and to be written to
-                tensor = torch.from_numpy(value)
-                if tensor.data_ptr() % ALIGNED_TO == 0:
-                    return tensor
-            return torch.from_numpy(aligned_copy(value))
+            try:
+                if value.flags.carray:  # in order, and to be written to
+                    tensor = torch.from_numpy(value)
+                    if tensor.data_ptr() % ALIGNED_TO == 0:
+                        return tensor
+                return torch.from_numpy(aligned_copy(value))
+            except (TypeError, ValueError) as error:  # text, times, another order of bytes
+                raise DataError(
+                    f"DataConfig.transform returned column {name!r} as an array of {value.dtype}, "
+                    "which has no tensor; return numbers in the machine's order of bytes, a list, "
+                    "or what collate_fn turns into a batch"
+                ) from error
         _check_list(name, value)
         return value
 
@@ -213,6 +222,10 @@ def _check_list(name: str, value: Any) -> None:
         )
 
 
+def _is_list_of_arrays(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(v) is np.ndarray for v in value)
+
+
 def _is_image(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.ndim == 3 and value.dtype == np.uint8
 
@@ -259,10 +272,11 @@ def _rgb(name: str, content: bytes | None) -> Pixels:
         return np.array(image.convert("RGB"))
 
 
-def _stacked(images: Sequence[Pixels]) -> Pixels | list[Pixels]:
-    if len({image.shape for image in images}) == 1:
-        return aligned(np.stack(images))
-    return [aligned(image) for image in images]
+def _stacked(arrays: Sequence[Any]) -> Any:
+    """One array, if all have one shape."""
+    if len({array.shape for array in arrays}) == 1:
+        return aligned(np.stack(arrays))
+    return [aligned(array) for array in arrays]
 
 
 def _pillow() -> Any:

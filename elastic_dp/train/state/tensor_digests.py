@@ -17,6 +17,7 @@ def digest_of(tensors: Sequence[torch.Tensor]) -> str:
     """Returns a digest of the tensors' bytes, in this order."""
     digest = xxhash.xxh3_64()
     tensors = [local_of(tensor).detach().contiguous().view(-1) for tensor in tensors]
+    tensors = [tensor for tensor in tensors if tensor.numel()]  # others may have a stride of 0
     for tensor in tensors:
         if tensor.device.type == "cpu":
             digest.update(tensor.view(torch.uint8).numpy().data)

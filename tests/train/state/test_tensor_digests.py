@@ -135,3 +135,8 @@ def test_updates_of_a_sharded_state_are_compared_when_weights_are():
 
     assert compared(3) == [3, 5, 6, 9]
     assert compared(None) == []
+
+
+def test_an_empty_tensor_of_any_strides_has_a_digest():
+    empty, other = torch.empty(0).as_strided((0,), (0,)), torch.ones(2)
+    assert digest_of([empty, other]) == digest_of([other])
