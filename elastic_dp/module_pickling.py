@@ -30,6 +30,8 @@ from typing import Any
 
 import cloudpickle
 
+from elastic_dp.errors import SpecError
+
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _NOT_SHIPPED = {"elastic_dp", "__main__", "__mp_main__"}
 
@@ -43,9 +45,15 @@ class _Module:
     path: list[str] | None  # where else the modules of a package are looked for
 
 
-def pickle_with_modules(value: Any) -> bytes:
-    """Return `value` and the user's modules as a pickle. Raises what pickling raises."""
-    pickled = pickle_by_value(value)
+def pickle_with_modules(value: Any, named: str = "a value") -> bytes:
+    """Return `value` and the user's modules as a pickle. Raises SpecError if it has none."""
+    try:
+        pickled = pickle_by_value(value)
+    except Exception as error:  # pickling runs the user's own code
+        raise SpecError(
+            f"{named} cannot be sent to workers: {type(error).__name__}: {error}. Open files, "
+            "locks and connections inside the functions that use them, not outside"
+        ) from error
     return pickle.dumps(_PickledWithModules(zlib.compress(pickle.dumps(_own_modules())), pickled))
 
 

@@ -378,14 +378,7 @@ class ElasticTrainer:
         return result
 
     def _pickle(self) -> bytes:
-        try:
-            return pickle_with_modules((self.spec, self.train))
-        except Exception as error:  # pickling runs the user's own code
-            raise SpecError(
-                f"train, config or data cannot be sent to workers: {type(error).__name__}: "
-                f"{error}. Open files, "
-                "locks and connections inside the train function, not outside of it"
-            ) from error
+        return pickle_with_modules((self.spec, self.train), "train, config or data")
 
     def _check_and_record(self, data: MicroBatchStream) -> Result | None:
         """Return the stored result of a finished run, or None.

@@ -342,6 +342,30 @@ def test_transform_takes_a_batch_or_is_refused():
         opened(transform=lambda a, b, c: a)
 
 
+@pytest.mark.parametrize(
+    "made",
+    [lambda ids: [np.full(3, i) for i in ids], lambda ids: np.stack([ids] * 3, 1)[:, ::-1]],
+)
+def test_arrays_of_a_transform_are_a_tensor(made):
+    data = opened(transform=lambda batch: batch | {"x": made(batch["id"])})
+    batch = data.batch(1, 0)
+    assert torch.equal(batch["x"], batch["id"][:, None].expand(-1, 3))
+
+
+@pytest.mark.parametrize("dtype", [">i8", "U", "M8[s]", np.longdouble])
+def test_an_array_of_a_transform_that_has_no_tensor_is_named(dtype):
+    data = opened(transform=lambda batch: {"id": batch["id"].astype(dtype)})
+    with pytest.raises(DataError, match=r"transform returned column 'id' as an array of .*no ten"):
+        data.batch(1, 0)
+
+
+def test_functions_that_cannot_be_sent_to_processes_are_refused():
+    lock = threading.Lock()
+    data = opened(transform=lambda batch: lock and batch, workers=1)
+    with pytest.raises(SpecError, match=r"^DataConfig, .*cannot be sent to workers: TypeError"):
+        data.batch(1, 0)
+
+
 def fails(batch, rng=None):
     if 5 in batch["id"]:
         raise KeyError("no such pixel")

@@ -182,7 +182,8 @@ class MicroBatchStream(ABC):
         if self._processes and self._processes[0].pid is None:
             from elastic_dp.module_pickling import pickle_with_modules
 
-            pickled = pickle_with_modules(self._call())
+            name = type(self._config).__name__
+            pickled = pickle_with_modules(self._call(), f"{name}, whose functions have workers,")
             for process in self._processes:
                 process.start(pickled)
 
