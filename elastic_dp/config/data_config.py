@@ -16,6 +16,7 @@ from elastic_dp.urls import redact_url
 _PACK_COLUMNS = ("position_ids", "document_ids")
 _MOST_TOKENS = 2**31 - 1
 _BRACE_LIST = re.compile(r"(?<!\[)\{(\d+\.\.\d+|[^{}]*,[^{}]*)\}")
+_TABLES = ("pandas", "polars", "pyarrow")
 _BLOCK_SOURCE = ("identity", "rows", "stored_bytes", "schema", "read")
 
 
@@ -99,8 +100,7 @@ class DataConfig(_Order):
     def __post_init__(self) -> None:
         self._check(memory_bytes=1 << 20, cache_bytes=1 << 20, pack=1)
         for name in ("url", "cache_dir"):
-            if hasattr(given := getattr(self, name), "__fspath__"):  # a pathlib.Path
-                object.__setattr__(self, name, given.__fspath__())
+            object.__setattr__(self, name, _paths_as_text(getattr(self, name)))
         if self.block_source is not None:
             self._check_block_source()
         several = isinstance(self.url, Sequence | Mapping) or self.block_source is not None
@@ -130,8 +130,11 @@ class DataConfig(_Order):
         if not 0 <= self.max_bad_fraction <= 1:
             raise SpecError(f"DataConfig.max_bad_fraction is {self.max_bad_fraction!r}, not 0 to 1")
         self._check_cache()
-        if self.columns is not None and (isinstance(self.columns, str) or not self.columns):
-            raise SpecError("DataConfig.columns must be a list of one column name or more, or None")
+        if self.columns is not None and not _are_names(self.columns):
+            raise SpecError(
+                f"DataConfig.columns is {self.columns!r}, must be a list of one column name or "
+                "more, or None"
+            )
         self._check_pack()
         self._check_decode()
         if self.filter is not None and type(self.filter).__name__ != "Expression":
@@ -234,6 +237,22 @@ class DataConfig(_Order):
         return weights_by_step(self.url) if isinstance(self.url, Mapping) else None
 
 
+def _paths_as_text(given: Any) -> Any:
+    """The value with each `pathlib.Path` in it as text."""
+    if hasattr(given, "__fspath__"):
+        return given.__fspath__()
+    if isinstance(given, list | tuple):
+        return type(given)(map(_paths_as_text, given))
+    if isinstance(given, dict):
+        return {_paths_as_text(key): _paths_as_text(value) for key, value in given.items()}
+    return given
+
+
+def _are_names(columns: Any) -> bool:
+    is_list = isinstance(columns, Sequence) and not isinstance(columns, str)
+    return is_list and bool(columns) and all(isinstance(name, str) for name in columns)
+
+
 @refuses_removed_names
 @dataclass(frozen=True)
 class MapStyleData(_Order):
@@ -267,7 +286,13 @@ class MapStyleData(_Order):
                 'numbered from 0; pass one dataset (for example the "train" split), or use '
                 "DataConfig with a URL"
             )
-        if not hasattr(self.dataset, "__len__") or not hasattr(self.dataset, "__getitem__"):
+        if (library := type(data).__module__.partition(".")[0]) in _TABLES:
+            raise SpecError(
+                f"MapStyleData.dataset is a {type(data).__name__} of {library}, whose [0] is not "
+                "its first row; write it as Parquet for DataConfig, or pass a list of its rows"
+            )
+        is_stream = any(base.__name__ == "IterableDataset" for base in type(data).__mro__)
+        if is_stream or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise SpecError(
                 "MapStyleData.dataset needs __len__ and __getitem__; write a stream of rows "
                 "as shards once, by elastic_dp.dataprep.write_shards"

@@ -4,7 +4,9 @@ before anything starts."""
 import functools
 import math
 import re
+from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
@@ -20,6 +22,9 @@ from tests.runs import Points
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(())
+
+    def __repr__(self):
+        return "Stream()"
 
 
 # What a configuration needs beside what is wrong with it.
@@ -116,6 +121,9 @@ MISTAKES = {
         ({"micro_batch_size": 0}, ["DataConfig.micro_batch_size is 0"]),
         ({"epochs": 0}, ["DataConfig.epochs is 0"]),
         ({"transform": 3}, ["transform is 3"]),
+        ({"columns": "x"}, ["columns is 'x', must be a list of one column name or more"]),
+        ({"columns": {"x"}}, ["columns is {'x'}"]),
+        ({"columns": ["x", 1]}, ["columns is ['x', 1]"]),
         ({"url": {"x": 1.0, "y": 2.0}, "tail": "short"}, ["tail is 'short', and url has weights"]),
         ({"url": {"x": HUGE}}, [", must be finite"]),
         (
@@ -140,6 +148,8 @@ MISTAKES = {
         ({"collate_fn": 3}, ["collate_fn is 3"]),
         ({"dataset": {"train": [1]}}, ["dataset is a dict, whose"]),
         ({"dataset": "/rows"}, ["DataConfig with a URL"]),
+        ({"dataset": Stream()}, ["write a stream of rows as shards once"]),
+        ({"dataset": pa.table({"x": [1]})}, ["a Table of pyarrow, whose [0] is not its first row"]),
     ],
 }
 
@@ -273,6 +283,12 @@ def test_trainer_takes_a_runtime_env_that_ray_takes_for_an_actor(tmp_path):
     data = edp.MapStyleData(Points(), micro_batch_size=4)
     job = {"storage_path": tmp_path, "name": "a", "data": data, "max_steps": 1}
     assert edp.ElasticTrainer(good, runtime_env=environment, **job).runtime_env == environment
+
+
+def test_paths_of_data_are_path_objects_as_well():
+    a, b = Path("a"), Path("b")
+    for url in ([a, "b"], {a: 0.5, b: 0.5}, {0: {a: 1.0}, 9: {b: 1.0}}):
+        assert edp.DataConfig(url, micro_batch_size=4).urls == ("a", "b")
 
 
 def test_trainer_takes_path_objects(tmp_path):

@@ -135,6 +135,12 @@ def test_tensors_begin_where_torchs_own_memory_does(workers):
         assert open_evaluation(config).batch(1)["x"].data_ptr() % ALIGNED_TO == 0
 
 
+def test_items_are_as_many_as_the_rows_unless_collate_fn_knows_better():
+    data = open_data(MapStyleData(Slices(), micro_batch_size=3), virtual_workers=1)
+    with pytest.raises(DataError, match=r"__getitems__ returned \d+ items for 3 rows; return one"):
+        [data.batch(step, 0) for step in range(1, 9)]
+
+
 class Rows(Dataset):
     """`row(i)` of each row."""
 

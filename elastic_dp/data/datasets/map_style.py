@@ -158,6 +158,11 @@ def _fetch(config: MapStyleData, indices: Ints) -> Any:
     try:
         if callable(fetch_all):
             items = fetch_all(rows)
+            if config.collate_fn is None and len(items) != len(rows):
+                raise DataError(
+                    f"MapStyleData.dataset: __getitems__ returned {len(items)} items for "
+                    f"{len(rows)} rows; return one for each, or set collate_fn"
+                )
         else:
             for row in rows:
                 items.append(config.dataset[row])
