@@ -201,11 +201,11 @@ class RunRecord:
                     raise RunMismatch(
                         f"the rows are those of the run at {redact_url(url)}, but in another "
                         "order: an option of the data that decides it has changed (shuffle, tail, "
-                        "seed, pack), or the run was started by an earlier version of elastic_dp, "
-                        "which counted the streams of large row groups otherwise. Set the old "
-                        "value, go on with the old version, or use a new name= for a new run, "
-                        "which may begin with the weights that `elastic-dp checkpoints export` "
-                        "writes"
+                        "seed, pack, weights by step), or the run was started by an earlier "
+                        "version of elastic_dp, which counted the streams of large row groups "
+                        "otherwise. Set the old value, go on with the old version, or use a new "
+                        "name= for a new run, which may begin with the weights that `elastic-dp "
+                        "checkpoints export` writes"
                     )
                 if name == "data":
                     drawn = f" {_DRAWN}" if rows else ""

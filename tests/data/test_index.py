@@ -175,6 +175,13 @@ def test_difference_names_the_shard(folder, tmp_path_factory, change, said):
     assert re.match(said, difference(old, new) or "")
 
 
+def test_difference_names_the_number_of_sources(folder):
+    old = read_index(config(folder))
+    files = [str(folder / name) for name in old.shards["name"].to_pylist()]
+    new = read_index(config(files))
+    assert difference(old, new) == f"DataConfig.url named 1 sources, and names {len(files)}"
+
+
 def test_difference_names_the_column(folder):
     old, new = read_index(config(folder)), read_index(config(folder, columns=["id"]))
     assert difference(old, new) == "column 'half' was float, and is not read"

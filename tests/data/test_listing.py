@@ -63,6 +63,15 @@ def test_folder_named_like_a_shard_is_said_to_be_left_out(tmp_path, said):
     assert ids(config(tmp_path / "b.parquet")) == [2, 3]
 
 
+def test_shard_that_a_list_names_twice_is_said(tmp_path, said):
+    for number, name in enumerate(("a.parquet", "b.parquet")):
+        put(tmp_path / name, 2 * number)
+    a, b = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    (line,) = said(config([a, f"file://{tmp_path}/*.parquet"]))
+    assert f"names 1 shard more than once ({a}): the rows come as often" in line
+    assert said(config([a, b])) == said(config({str(a): 0.5, f"{tmp_path}/*": 0.5})) == []
+
+
 def test_linked_folder_is_read_by_a_deep_glob(tmp_path):
     put(tmp_path / "set" / "a.parquet")
     put(tmp_path / "elsewhere" / "b.parquet", 2)

@@ -32,6 +32,8 @@ def difference(old: Index, new: Index) -> str | None:
             return f"shard {old.name(shard)} was rewritten: it had {was} {word}, and has {now}"
     if old.selection != new.selection:
         return "the filter keeps other rows"
+    if len(old.sources) != len(new.sources):
+        return f"DataConfig.url named {len(old.sources)} sources, and names {len(new.sources)}"
     return "the formats or the sources differ"
 
 

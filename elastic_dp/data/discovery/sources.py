@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from elastic_dp.config import DataConfig
 from elastic_dp.config.removed_names import REMOVED_FORMATS
@@ -81,7 +82,25 @@ def open_sources(config: DataConfig, timeout_s: float) -> list[OpenedSource]:
 
     threads = min(FOOTERS_IN_FLIGHT, len(urls))
     with ThreadPoolExecutor(threads, thread_name_prefix="elastic-dp-index") as pool:
-        return list(pool.map(open_one, urls))
+        opened = list(pool.map(open_one, urls))
+    if config.weights_by_step is None:
+        _say_named_twice(opened, urls)
+    return opened
+
+
+def _say_named_twice(sources: Sequence[OpenedSource], urls: Sequence[str]) -> None:
+    times = Counter(
+        source.store.local_path(entry.path) or (*urlsplit(url)[:2], entry.path)
+        for source, url in zip(sources, urls, strict=True)
+        for entry in source.entries
+    )
+    if twice := [file for file, count in times.items() if count > 1]:
+        names = [str(file if isinstance(file, str) else file[-1]) for file in twice]
+        _log.warning(
+            "DataConfig.url names %s more than once (%s): the rows come as often in each epoch",
+            "1 shard" if len(names) == 1 else f"{len(names):,} shards",
+            some(names),
+        )
 
 
 def _shards_of(listing: Listing, store: Store) -> tuple[str, list[Entry]]:
