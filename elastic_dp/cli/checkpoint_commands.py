@@ -21,7 +21,7 @@ from elastic_dp.cli.run_options import (
     print_reply,
     storage_options,
 )
-from elastic_dp.cli.run_tables import text_table
+from elastic_dp.cli.run_tables import one_line, text_table
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
 from elastic_dp.urls import StorageURL, redact_url
 
@@ -69,7 +69,7 @@ def list_(
         lines = []
         for row in rows:
             saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["saved_at"]))
-            metrics = ", ".join(f"{name}={value:.6g}" for name, value in row["metrics"].items())
+            metrics = one_line(", ".join(f"{n}={v:.6g}" for n, v in row["metrics"].items()))
             words = str(row["step"]), str(row["claim"]), saved, f"{row['nbytes'] / 1e6:.1f}"
             lines.append((*words, metrics))
         print(text_table(("step", "claim", "saved", "MB", "metrics"), lines))

@@ -31,6 +31,7 @@ from elastic_dp.cli import (
     status_command,
 )
 from elastic_dp.cli.run_options import print_json
+from elastic_dp.cli.run_tables import one_line
 from elastic_dp.errors import ElasticError, SpecError
 
 # click's own exception for a command line that is wrong; newer typers bring a click of their own.
@@ -85,7 +86,7 @@ class _Verbs(typer.core.TyperGroup):
                     raise SpecError(f"{option} does not exist any more; {instead}")
             code = super().main(args, *more, **settings)
         except ElasticError as error:
-            text = " ".join(str(error).split())
+            text = one_line(error)
             if as_json:
                 _fail(2, f"{type(error).__name__}: {text}")
             print(text, file=sys.stderr)

@@ -21,6 +21,7 @@ from elastic_dp.cli.run_options import (
     print_reply,
     storage_options,
 )
+from elastic_dp.cli.run_tables import one_line
 from elastic_dp.errors import SpecError
 from elastic_dp.urls import StorageURL
 
@@ -132,5 +133,5 @@ def _write(name: str, url: StorageURL, output: Path | None, as_json: bool) -> No
     except OSError as error:
         raise SpecError(f"--output is {str(output)!r}, and cannot be written: {error}") from None
     for sentence in made.verdict:
-        print(sentence)
+        print(one_line(sentence))
     print(f"the page is in {output}")

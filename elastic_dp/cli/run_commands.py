@@ -34,9 +34,11 @@ from elastic_dp.cli.run_options import (
     print_reply,
     storage_options,
 )
+from elastic_dp.cli.run_tables import printable
 from elastic_dp.errors import ElasticError, SpecError
 from elastic_dp.wording import counted
 
+_LAST_LINES = 100
 _RunAddress = Annotated[
     str | None,
     typer.Option(
@@ -110,8 +112,11 @@ def logs(
     name: Name,
     worker: Annotated[str | None, typer.Option(help="Only this worker. Default: all.")] = None,
     tail: Annotated[
-        int, typer.Option(min=1, help="The number of last lines of each worker.")
-    ] = 100,
+        int | None,
+        typer.Option(
+            min=1, help=f"The number of last lines of each worker. Default: {_LAST_LINES}."
+        ),
+    ] = None,
     events: Annotated[
         bool, typer.Option("--events", help="Print events, commands and metrics instead.")
     ] = False,
@@ -129,12 +134,16 @@ def logs(
     The run's folder has the output of all workers: logs/WORKER.log and, for workers that died,
     logs/WORKER.last.log.
     """
+    if events and (worker is not None or tail is not None):
+        option = "--tail" if worker is None else "--worker"
+        raise SpecError(f"{option} is of what workers have printed: leave it or --events out")
     found, printed = find_run(name, address, storage_path, storage_option), events
+    tail = tail or _LAST_LINES
     for record in found.events(follow=follow) if events else ():
         if as_json:
             print_json(record)
         else:
-            print(_journal_line(record), flush=True)
+            print(printable(_journal_line(record)), flush=True)
     for each, line in () if events else found.logs(worker, tail=tail, follow=follow):
         print_reply({"worker": each, "line": line}, f"{each}  {line}", as_json)
         printed = True

@@ -24,9 +24,14 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(padded)
 
 
+def printable(text: str) -> str:
+    """Return a text of several lines without other control characters."""
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
+
+
 def one_line(value: Any, most: int | None = None) -> str:
     """Return a text in one line, without control characters. `most`: of its characters."""
-    text = " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())
+    text = " ".join(printable(str(value)).split())
     return text if most is None or len(text) <= most else text[: most - 1] + "…"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from elastic_dp.report.report_model import CurvePoint
 
 MOST_POINTS = 1200  # of one curve; there are twice as many before it is thinned
-MOST_CURVES = 24
+MOST_CURVES = 24  # and the loss
 _NOT_METRICS = ("time", "step")
 _Point = tuple[float, int, float | None]  # time, step, value
 
@@ -26,7 +26,7 @@ class MetricCurves:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if name in _NOT_METRICS or not is_number:
                 continue
-            if name in self._curves or len(self._curves) < MOST_CURVES:
+            if name in self._curves or name == "loss" or len(self._curves) < MOST_CURVES:
                 point = float(line["time"]), int(line["step"]), _finite(value)
                 self._curves.setdefault(name, _Curve()).add(point)
 

@@ -173,6 +173,13 @@ class Report:
     def is_over(self) -> bool:
         return self.phase in (RunPhase.FINISHED, RunPhase.FAILED)
 
+    @property
+    def newest_checkpoint(self) -> CheckpointRow | None:
+        """Of a run that goes on also one that nobody has looked for since it was committed."""
+        goes_on = self.phase is RunPhase.RUNNING
+        rows = (row for row in self.checkpoints if goes_on or row.stored is not False)
+        return max(rows, key=lambda row: row.step, default=None)
+
     def to_json(self) -> dict[str, Any]:
         """Return JSON values. What is no finite number becomes None."""
         values: dict[str, Any] = _json(self)

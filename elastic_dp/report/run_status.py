@@ -38,7 +38,7 @@ def status_of_report(report: Report, now: float) -> dict[str, Any]:
 
     What only a controller knows is None, 0 or empty.
     """
-    saved = max(report.checkpoints, key=lambda row: row.step, default=None)
+    saved = report.newest_checkpoint
     curves = {name: [p for p in points if p.counts] for name, points in report.curves.items()}
     newest = [(one.text, one.time) for one in (report.decisions[-1:] or report.events[-1:])]
     here = [row for row in report.workers if row.condition not in GONE]
@@ -101,7 +101,8 @@ def health_of(status: Mapping[str, Any]) -> tuple[Health, str]:
         case "finished" | "failed" as ended:
             return Health(ended), report["reason"]
         case "silent":
-            return Health.SILENT, "its cluster may be gone, or it waits for nodes"
+            where = "its cluster may be gone, or it waits for nodes"
+            return Health.SILENT, where if report["starts"] else "its process may be gone"
     if report and not report["starts"] and status["step"]:  # it has no group
         return Health.HEALTHY, "it trains in one process"
     reason = report.get("reason", reason)

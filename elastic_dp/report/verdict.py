@@ -56,20 +56,21 @@ def _cost(report: Report) -> str:
 
 
 def _health(report: Report) -> str:
-    newest = max(report.checkpoints, key=lambda row: row.step, default=None)
+    newest = report.newest_checkpoint
     if report.phase is RunPhase.FAILED:
         return f"Started again, it {_goes_on(newest)}."
     if report.phase is RunPhase.FINISHED:
         return _finished(report, newest)
     health, why = health_of(status_of_report(report, report.until))
     states = {Health.HEALTHY: "is healthy", Health.STARTING: "is starting"}
-    return f"It {states.get(health, 'needs a look')}: {why}; {_saved(report, newest)}."
+    because = f": {why}" if why else ""
+    return f"It {states.get(health, 'needs a look')}{because}; {_saved(report, newest)}."
 
 
 def _finished(report: Report, newest: CheckpointRow | None) -> str:
     inexact = report.inexact_because
     exact = f", and they are not exact ({first_few(inexact)})" if inexact else ""
-    if newest is not None and newest.step == report.step and newest.stored is not False:
+    if newest is not None and newest.step == report.step:
         return f"Its final weights are in the checkpoint of step {newest.step}{exact}."
     return f"It has no checkpoint of its last step{exact}."
 

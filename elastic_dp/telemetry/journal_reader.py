@@ -18,6 +18,7 @@ from elastic_dp.storage.json_files import numbers, path_in
 
 JOURNAL_FILES = ("events", "metrics")
 _CHUNK_BYTES = 4 * 2**20
+_MOST = 1e11  # of a time (of the year 5138) and of a step
 
 
 class JournalTail:
@@ -97,4 +98,5 @@ def journal_lines(file: str, texts: Iterator[str] | list[str]) -> Iterator[dict[
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) < _MOST  # what is not a number is not less

@@ -100,6 +100,8 @@ def test_status_of_a_misspelt_run_suggests_the_one_that_is_meant(tmp_path):
         (["stop", "--reason", "x"], "--reason does not exist any more"),
         (["status", "--watch"], "--watch does not exist any more; use: watch -n 1 elastic-dp"),
         (["rewind", "--to-step", "7", "--leave-out", "9-12"], "must be two steps, as in"),
+        (["logs", "--events", "--tail", "3"], "--tail is of what workers have printed"),
+        (["logs", "--events", "--worker", "w1"], "--worker is of what workers have printed"),
         (["status", "--storage-option", "=x"], "--storage-option … must be of the form NAME=VALUE"),
     ],
 )

@@ -134,6 +134,32 @@ def test_run_that_was_trained_in_one_process_has_no_generation_and_no_logs(tmp_p
     assert "no worker of alone has printed anything that is kept" in said.stderr
 
 
+def test_texts_of_a_run_are_printed_without_control_characters(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def train(ctx):
+        model = classifier()
+        for step in ctx.steps(model, adamw(model), cross_entropy):
+            ctx.log({"\x1b[31mred": 1.0})
+            if step.number == 2:
+                raise ValueError("\x1b[2Jgone")
+
+    trainer = edp.ElasticTrainer(
+        train,
+        name="red",
+        storage_path=tmp_path,
+        data=edp.MapStyleData(Points(), micro_batch_size=4),
+        max_steps=4,
+        checkpoint=edp.CheckpointConfig(every_steps=1),
+    )
+    with pytest.raises(ValueError, match="gone"):
+        trainer.fit(local=True)
+    for verb in ("status", "report", "checkpoints list", "logs --events", "stop"):
+        said = CliRunner().invoke(app, [*verb.split(), "red", "--storage-path", str(tmp_path)])
+        words = "[2Jgone" if verb != "checkpoints list" else "[31mred"
+        assert words in said.output and "\x1b" not in said.output, verb
+
+
 @pytest.mark.filterwarnings("ignore:since the last start of this run")
 def test_run_in_one_process_says_how_it_ended_until_it_is_started_again(tmp_path):
     raised = [ValueError("a mistake in my loop"), SystemExit(2), KeyboardInterrupt(), None]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_dp.report import metric_curves, report_builder
-from elastic_dp.report.metric_curves import MetricCurves
+from elastic_dp.report.metric_curves import MOST_CURVES, MetricCurves
 from elastic_dp.report.report_builder import ReportBuilder
 from elastic_dp.report.report_model import EventKind, RunPhase, WorkerCondition
 from elastic_dp.run_record import Result
@@ -149,6 +149,15 @@ def test_run_of_which_nothing_is_heard_is_silent_and_not_running():
     assert report.phase is RunPhase.SILENT
     assert "nothing has been written for 7 min" in report.verdict[0]
     assert "its cluster may be gone" in report.verdict[2]
+    alone = report_of([logged(1, 1)], T0 + 400)
+    assert "It needs a look: its process may be gone; there is no" in alone.verdict[2]
+    assert report_of([]).verdict[2] == "It is starting; there is no checkpoint yet."
+
+
+def test_loss_has_a_curve_also_after_more_metrics_than_there_are_curves():
+    many = {f"layer{i}": float(i) for i in range(100)}
+    curves = report_of([{"time": T0, "step": 1} | many | {"loss": 2.0}]).curves
+    assert len(curves) == MOST_CURVES + 1 and curves["loss"][0].value == 2.0
 
 
 def test_failed_run_says_the_error_and_from_where_it_goes_on():
@@ -157,6 +166,8 @@ def test_failed_run_says_the_error_and_from_where_it_goes_on():
     assert report.phase is RunPhase.FAILED
     assert report.verdict[0].endswith("KeyError: 'x'.")
     assert report.verdict[2] == "Started again, it goes on from the checkpoint of step 4."
+    deleted = report_of(failed, stored=())
+    assert deleted.verdict[2].endswith("begins at its first step, because there is no checkpoint.")
 
 
 def test_steps_that_were_logged_again_after_going_back_do_not_count():

@@ -268,7 +268,16 @@ def test_numbers_that_json_does_not_have_are_written_as_json_and_read_back(url):
     assert math.isnan(line["loss"]) and line["most"] == math.inf and line["inner"] == [-math.inf]
 
 
-@pytest.mark.parametrize("content", [b"[]\n", b"{}\n5\nnull\n", b"\xff\xfe\n", b"[" * 100_000])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[]\n",
+        b"{}\n5\nnull\n",
+        b"\xff\xfe\n",
+        b"[" * 100_000,
+        b'{"time": NaN, "step": 2}\n{"time": 1e400, "step": 2}\n{"time": 2, "step": -1e12}\n',
+    ],
+)
 def test_lines_that_are_none_of_ours_are_left_out(url, content):
     journal = Journal(url)
     journal.metrics(1, {})
