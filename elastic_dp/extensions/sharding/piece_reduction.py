@@ -37,8 +37,9 @@ class PieceReduction(GradientExchange):
     def __init__(self, holding: ShardedOptimizer, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
         self._holding, self._received_pool = holding, GradientBufferPool()
+        self._in_pieces = False  # whether members hold parts, and not everything
         # By bucket: memory for what is received first, the route, and memory for what this member
-        # needs of the finished sum. Empty: all hold everything.
+        # needs of the finished sum.
         self._memory: dict[int, tuple[torch.Tensor, PieceRoute, torch.Tensor]] = {}
         # By dtype: memory that is free from `finish` until the next step begins.
         self.received_memory: dict[torch.dtype, torch.Tensor] = {}
@@ -71,12 +72,13 @@ class PieceReduction(GradientExchange):
         self._buckets, self._memory, self.received_memory = [], {}, {}
         self._received_pool.collect()
         needed = self._holding.needed()
+        self._in_pieces = needed is not None
         if needed is not None:
             self._lay_out(needed)
             self._find_own_units()
         self._received_pool.clear()
         super()._allocate()
-        if self._memory:
+        if self._in_pieces:
             self._pool.clear()  # there is other memory to receive in
 
     def _lay_out(self, needed: HeldRanges) -> None:
@@ -151,7 +153,7 @@ class PieceReduction(GradientExchange):
 
     @torch.no_grad()
     def finish(self, factor: float, used: Sequence[int]) -> None:
-        if not self._memory:
+        if not self._in_pieces:
             super().finish(factor, used)
             return
         assert self._plan is not None
@@ -208,7 +210,7 @@ class PieceReduction(GradientExchange):
         return GatheredNorm(self._plan.on_host, squares, finite=finite, wide=wide)
 
     def gradients(self) -> Mapping[Any, torch.Tensor]:
-        return self._held if self._memory else super().gradients()
+        return self._held if self._in_pieces else super().gradients()
 
     def agree_finite(self) -> None:
         """Sets `finite`, once the norm is on the host. Raises GroupError."""
