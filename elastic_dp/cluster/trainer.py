@@ -146,7 +146,8 @@ class ElasticTrainer:
                     "process has imported are sent without it"
                 )
         if not isinstance(loggers, Sequence) or not all(
-            isinstance(each, RunLogger) or callable(each) for each in loggers
+            isinstance(each, RunLogger) or (callable(each) and not isinstance(each, type))
+            for each in loggers
         ):
             raise SpecError(
                 f"loggers is {loggers!r}, must be a list of functions of one dict, or of loggers "

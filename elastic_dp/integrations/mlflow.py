@@ -16,6 +16,7 @@ from elastic_dp.telemetry.run_logger import LoggedSoFar, RunLogger, require, sta
 _TAG = "elastic_dp.run"
 _EVENTS = "run_events.txt"
 _MOST = 1000  # metrics that MLflow takes in one request
+_LONGEST = 250  # characters of a name
 
 
 class MLflowLogger(RunLogger):
@@ -96,5 +97,7 @@ class _BySafeName(dict[str, int]):
 
 
 def _safe(name: str) -> str:
-    """Return `name` without the characters that MLflow refuses."""
-    return re.sub(r"[^-\w./ ]", "_", name)
+    """Return `name` as MLflow takes it: other characters, or parts such as "..", would make it
+    refuse all metrics of a request."""
+    parts = re.sub(r"[^-\w./ ]", "_", name).split("/")
+    return "/".join(part if part.strip(".") else "_" for part in parts)[:_LONGEST].rstrip("/")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -452,6 +454,8 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return {_text(key): _plain(x, depth + 1) for key, x in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(x, depth + 1) for x in value]
+    if isinstance(value, int) and abs(value) > sys.float_info.max:  # who reads it makes a float
+        return math.inf if value > 0 else -math.inf
     return value if value is None or isinstance(value, bool | int | float) else _text(value)
 
 

@@ -253,6 +253,7 @@ async def waits(ctx):
         ({"max_time_s": math.inf}, "max_time_s is inf"),
         ({"loggers": print}, "loggers is "),
         ({"loggers": [3]}, "loggers is "),
+        ({"loggers": [dict]}, "loggers is "),  # a class, where one of its objects is meant
         ({"runtime_env": "x"}, "runtime_env is a str"),
         ({"runtime_env": {"working_dir": "code"}}, "runtime_env has 'code', but Ray sends"),
         (

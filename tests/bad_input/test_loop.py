@@ -226,11 +226,12 @@ def test_log_of_any_value_is_recorded_as_json():
         model = classifier()
         for step in ctx.steps(model, adamw(model), cross_entropy):
             odd = {("a", 1): {2: [torch.ones(1), np.ones(2)]}, "lock": threading.Lock()}
-            ctx.log(odd | {"step": step.number, "nan": float("nan")})
+            ctx.log(odd | {"step": step.number, "nan": float("nan"), "huge": -(10**400)})
 
     run = local(spec_of(steps=1), train)
     assert json.loads(json.dumps(run.logged))[0]["('a', 1)"] == {"2": [1.0, [1.0, 1.0]]}
     assert run.logged[0]["lock"].startswith("<unlocked _thread.lock")
+    assert run.logged[0]["huge"] == -float("inf")  # a number that is no float
 
 
 def test_errors_survive_pickling():

@@ -1,6 +1,7 @@
 """Loggers of tools: each step once, over restarts of the driver and failures of the tool."""
 
 import json
+import math
 import threading
 
 import pytest
@@ -252,6 +253,22 @@ def test_mlflow_has_each_step_once_and_the_events(tmp_path, monkeypatch):
         "loss",
         "checkpoint",
     ]
+
+
+@pytest.mark.parametrize("name", ["", "/a", "a//b", "../a", ".", "a/", "a:b%", "x" * 251, "ü"])
+def test_name_that_mlflow_refuses_is_changed(name, tmp_path, monkeypatch):
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "mlflow").as_uri()
+    logger = MLflowLogger("tests", uri)
+    logger.open("mine", 5.0)
+    logger.log(6.0, 1, {name: 1.0, "loss": math.nan})
+    logger.close()
+    client = MlflowClient(uri)
+    [run] = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
+    assert len(run.data.metrics) == 2
+    assert logger.open("mine", 5.0).last_step(name) == 1
 
 
 class FakeWandbRun:
