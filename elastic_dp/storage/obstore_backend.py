@@ -83,6 +83,7 @@ class ObstoreBackend(Backend):
             if not deep:
                 found = self._obstore.list_with_delimiter(client, prefix)
                 entries = [_entry(meta) for meta in found["objects"]]
+                entries = [entry for entry in entries if entry.path != prefix]  # its own marker
                 return FolderListing(entries, list(found["common_prefixes"]), {})
             stream = self._obstore.list(client, prefix, chunk_size=_LISTED_AT_ONCE)
             entries = [_entry(meta) for chunk in stream for meta in chunk]

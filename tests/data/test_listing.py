@@ -147,7 +147,7 @@ def test_pipe_with_the_name_of_a_shard_is_named(tmp_path, said):
         assert "1 file: 1 pipes, sockets or devices (such as b.parquet)" in line
 
 
-def test_objects_that_stand_for_folders_are_no_shards(moto, said):
+def test_objects_that_stand_for_folders_are_no_shards(moto, said, caplog):
     bucket = f"keys-{next(_numbers)}-markers"
     send("PUT", f"{moto}/{bucket}")
     buffer = pa.BufferOutputStream()
@@ -155,8 +155,11 @@ def test_objects_that_stand_for_folders_are_no_shards(moto, said):
     for key in ("set/", "set/x/", "set/x/b.parquet/"):
         send("PUT", f"{moto}/{bucket}/{key}", b"")
     send("PUT", f"{moto}/{bucket}/set/x/b.parquet/part-0.parquet", buffer.getvalue().to_pybytes())
-    wanted = config(f"s3://{bucket}/set/**", storage_options=s3_options(moto))
-    assert said(wanted) == [] and ids(wanted) == [0, 1]
+    caplog.set_level(logging.INFO)
+    for url in (f"s3://{bucket}/set/**", f"s3://{bucket}/set/x/b.parquet/"):
+        wanted = config(url, storage_options=s3_options(moto))
+        assert said(wanted) == [] and ids(wanted) == [0, 1]
+    assert "not read" not in caplog.text
 
 
 def spark(folder):
