@@ -6,6 +6,7 @@ source. The same source gives the same bytes.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,8 +40,8 @@ class Converted(WrittenShards):
 
 
 def convert(
-    source: str,
-    destination: str,
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
     *,
     query: str | None = None,
     columns: Sequence[str] | None = None,
@@ -79,7 +80,9 @@ def convert(
         )
     if pack is not None and query is not None:
         raise DataError("query goes without pack; write its rows first, then pack them")
-    files = find_files(source, storage_options, documents=pack is not None)
+    if isinstance(columns, str):
+        raise DataError(f"columns is {columns!r}, must be a list of column names")
+    files = find_files(os.fspath(source), storage_options, documents=pack is not None)
     read = 0
 
     def counted(some: Iterable[Any], rows_of: Callable[[Any], int]) -> Iterator[Any]:

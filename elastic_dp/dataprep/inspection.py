@@ -6,6 +6,7 @@ constants below are the thresholds of its rules.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from shlex import quote
@@ -80,7 +81,7 @@ class Inspection:
 
 
 def inspect(
-    url: str,
+    url: str | os.PathLike[str],
     *,
     columns: Sequence[str] | None = None,
     virtual_workers: int | None = None,
@@ -106,10 +107,11 @@ def inspect(
     for name, number in given.items():
         if number is not None and number < 1:
             raise DataError(f"{name} is {number}, must be at least 1")
+    url = os.fspath(url)
     config = DataConfig(
         url,
         micro_batch_size=micro_batch_size or 1,
-        columns=None if columns is None else list(columns),
+        columns=columns,
         storage_options=storage_options,
     )
     try:

@@ -59,7 +59,7 @@ class NoRows(DataError):
 
 def write_shards(
     rows: Any,
-    destination: str,
+    destination: str | os.PathLike[str],
     *,
     shard_bytes: int = SHARD_BYTES,
     row_group_bytes: int = ROW_GROUP_BYTES,
@@ -93,7 +93,7 @@ def write_shards(
     schema, batches = _stream(rows)
     plain_schema = _written_schema(schema, format)
     writer = _ShardWriter(
-        _Destination(Store(destination, storage_options)),
+        _Destination(Store(os.fspath(destination), storage_options)),
         plain_schema,
         shard_bytes=shard_bytes,
         row_group_bytes=row_group_bytes,

@@ -274,6 +274,7 @@ def test_a_query_keeps_the_order_of_many_rows(tmp_path):
     ("options", "message"),
     [
         ({"columns": ["z"]}, "no column 'z' in .*, which has 'x'"),
+        ({"columns": "x"}, "columns is 'x', must be a list"),
         ({"rows_per_group": 5}, "no rows_per_group any more; set row_group_bytes"),
         ({"csv_options": {}}, "no csv_options any more; give the rows of a reader of CSV"),
         ({"fill_nulls": {}}, "no fill_nulls any more; set query="),

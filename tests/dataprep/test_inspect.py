@@ -34,8 +34,8 @@ def found(folder, *names, **settings):
 
 def test_what_convert_writes_has_no_findings(tmp_path):
     source = shard(tmp_path / "source", {"tokens": tokens(4096), "id": range(4096)})
-    convert(str(source), str(tmp_path / "out"))
-    result = inspect(str(tmp_path / "out"), virtual_workers=2, micro_batch_size=10, deep=True)
+    convert(source, tmp_path / "out")
+    result = inspect(tmp_path / "out", virtual_workers=2, micro_batch_size=10, deep=True)
     assert result.findings == ()
     assert (result.rows, result.shards, result.format) == (4096, 1, "parquet")
     assert [name for name, _ in result.columns] == ["tokens", "id"]
