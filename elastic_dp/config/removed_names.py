@@ -1,4 +1,4 @@
-"""Names that earlier versions had or that torch's DataLoader has, and what to write instead."""
+"""Names that earlier versions, Ray Train or torch's DataLoader have, and what to write instead."""
 
 import functools
 from typing import Any, TypeVar
@@ -57,6 +57,20 @@ REMOVED_NAMES = {
 }
 
 
+_OF_RAY_TRAIN = {
+    ("ScalingConfig", "num_workers"): "ScalingConfig.num_workers does not exist: write "
+    "max_workers=, and min_workers= for the fewest that train",
+    ("ScalingConfig", "use_gpu"): "ScalingConfig.use_gpu does not exist: write "
+    'resources_per_worker={"GPU": 1}',
+    ("FailureConfig", "max_failures"): "FailureConfig.max_failures does not exist: write "
+    "max_user_errors=, of exceptions, and max_losses_without_progress=, of lost workers",
+    ("CheckpointConfig", "checkpoint_frequency"): "CheckpointConfig.checkpoint_frequency does not "
+    "exist: write every_steps=",
+    ("CheckpointConfig", "checkpoint_at_end"): "CheckpointConfig.checkpoint_at_end does not "
+    "exist: the last step always has a checkpoint. Leave it out",
+}
+
+
 def refuses_removed_names(config: C) -> C:
     """Let a class of settings refuse what it had once by a SpecError, and not by a TypeError."""
     init: Any = config.__init__  # type: ignore[misc]
@@ -64,8 +78,9 @@ def refuses_removed_names(config: C) -> C:
     @functools.wraps(init)
     def check(self: Any, *args: Any, **fields: Any) -> None:
         for name in fields:
-            if name in REMOVED_NAMES:
-                raise SpecError(REMOVED_NAMES[name])
+            instead = _OF_RAY_TRAIN.get((config.__name__, name)) or REMOVED_NAMES.get(name)
+            if instead is not None:
+                raise SpecError(instead)
         init(self, *args, **fields)
 
     config.__init__ = check  # type: ignore[misc]

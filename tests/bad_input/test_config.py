@@ -88,6 +88,8 @@ MISTAKES = {
             )
             for name in ("tensor_parallel_size", "context_parallel_size")
         ),
+        ({"num_workers": 2, "use_gpu": True}, ["num_workers does not exist: write max_workers="]),
+        ({"use_gpu": True}, ["use_gpu does not exist", '{"GPU": 1}']),
         ({"warm_processes": 1}, ["warm_processes does not exist any more", "standby=1"]),
     ],
     edp.FailureConfig: [
@@ -105,6 +107,7 @@ MISTAKES = {
         ({"max_losses_of_micro_batch": 1}, ["max_losses_of_micro_batch does not exist any more"]),
         ({"lease_s": 3.0}, ["lease_s does not exist any more: it is 2 × heartbeat_timeout_s"]),
         ({"release_timeout_s": 3.0}, ["release_timeout_s does not exist any more"]),
+        ({"max_failures": 3}, ["write max_user_errors="]),
         ({"orphan_timeout_s": 5.0}, ["orphan_timeout_s is 5.0, less than the lease (10 s)"]),
         ({"orphan_timeout_s": "never"}, ["orphan_timeout_s is 'never', must be a number"]),
     ],
