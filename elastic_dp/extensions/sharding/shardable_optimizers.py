@@ -77,6 +77,8 @@ def check_shardable(
         )
     if kind is torch.optim.Adafactor:
         _check_epsilon(optimizer)
+    if kind is torch.optim.SGD:
+        _check_momentum(optimizer)
     _check_memory(optimizer, parameters)
 
 
@@ -93,6 +95,23 @@ def _check_epsilon(optimizer: torch.optim.Optimizer) -> None:
                 f"group {number} of Adafactor has parameters of {names}, and eps[0]=None, for "
                 "which torch takes the epsilon of the first one's dtype for all: give eps[0] a "
                 f"number, or make a group for each dtype, {_WAY_OUT}"
+            )
+
+
+def _check_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ModelError where SGD rounds the momentum of a parameter by what the others of its
+    group have. With foreach=True a step in which one of them gets its first momentum multiplies
+    each by itself, and `_foreach_mul_` rounds bfloat16 and float16 otherwise on a processor."""
+    for number, group in enumerate(optimizer.param_groups):
+        on_host = [p for p in group["params"] if p.device.type == "cpu"]
+        masters = isinstance(optimizer, MasterWeights)
+        narrow = {p.dtype for p in on_host if p.element_size() < 4 and not masters}
+        if group.get("foreach") and group["momentum"] and narrow:
+            raise ModelError(
+                f"group {number} of SGD has foreach=True, momentum and parameters of "
+                f"{narrow.pop()} on a processor: torch rounds them otherwise while another one of "
+                "the group has no momentum yet, which another worker may hold. Leave foreach out, "
+                f"{_WAY_OUT}"
             )
 
 

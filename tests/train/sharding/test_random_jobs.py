@@ -48,9 +48,10 @@ class Job:
         self.options = {"lr": 0.01} | options | rng.choice(ways)
         dtypes, shapes = [[SINGLE], [DOUBLE, SINGLE], [HALF], [HALF, SINGLE]], SHAPES
         is_fused_sgd = self.kind is optim.SGD and "fused" in self.options
+        by_lists = self.kind is optim.SGD and self.options.get("foreach") and "momentum" in options
         if self.has_masters:
             dtypes = dtypes[2:]
-        elif is_fused_sgd:  # is refused in bfloat16
+        elif is_fused_sgd or by_lists:  # are refused in bfloat16
             dtypes = dtypes[:2]
         if self.kind is optim.Muon:
             shapes = MATRICES

@@ -41,6 +41,17 @@ def test_adafactor_that_takes_the_epsilon_of_another_parameter_is_refused():
     check(MasterWeights(model.parameters(), torch.optim.Adafactor), model)
 
 
+def test_sgd_that_rounds_the_momentum_of_a_parameter_by_what_others_have_is_refused():
+    narrow, wide = classifier().to(torch.bfloat16), classifier()
+    options = {"lr": 0.1, "momentum": 0.9, "foreach": True}
+    with pytest.raises(ModelError, match=r"group 0 of SGD .*bfloat16.* Leave foreach out"):
+        check(torch.optim.SGD(narrow.parameters(), **options), narrow)
+    check(torch.optim.SGD(wide.parameters(), **options), wide)
+    check(MasterWeights(narrow.parameters(), torch.optim.SGD, **options), narrow)
+    for other in {"momentum": 0}, {"foreach": None}:
+        check(torch.optim.SGD(narrow.parameters(), **options | other), narrow)
+
+
 class OfSomebody(torch.optim.Adam):
     pass
 
