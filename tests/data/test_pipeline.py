@@ -110,7 +110,11 @@ def test_one_that_does_not_fit_is_read_if_nothing_can_be_dropped():
 def a_plan(ahead_bytes):
     """One step of 64 micro-batches, each a chunk of its own."""
     source = SimpleNamespace(
-        last_step=1, steps_per_epoch=1, locate=lambda steps, v: [(None, 1)], parts=None
+        last_step=1,
+        steps_per_epoch=1,
+        num_rows=64,
+        locate=lambda steps, v: [(None, 1)],
+        parts=None,
     )
     plan = Planner(source, micro_batch_size=1, ahead_bytes=ahead_bytes, rows_at_once=0)
     plan.move(1, set(range(64)))
@@ -149,10 +153,15 @@ def test_few_epochs_of_few_rows_are_planned_at_once():
         asked.append(steps)
         return [(None, 1)] * len(steps)
 
-    source = SimpleNamespace(last_step=None, steps_per_epoch=3, locate=locate, parts=None)
+    source = SimpleNamespace(
+        last_step=None, steps_per_epoch=100, num_rows=100, locate=locate, parts=None
+    )
     plan = Planner(source, micro_batch_size=1, ahead_bytes=0, rows_at_once=0)
     plan.move(1, {0})
-    assert asked == [range(1, 7)]
+    assert asked == [range(1, 201)]
+    while plan.may_grow:
+        plan.extend()
+    assert asked[-1] == range(601, 801)
 
 
 def opened(groups, transform=None):

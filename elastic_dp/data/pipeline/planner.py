@@ -18,7 +18,8 @@ from elastic_dp.data.pipeline.block_memory import Key
 STEPS_AHEAD = 4  # limit of steps, or of chunks, that are made or being made
 ROWS_PLANNED, MICRO_BATCHES_PLANNED = 1 << 20, 1 << 13  # limits; a planned row takes 16 bytes
 ROWS_AT_ONCE = 4096  # rows of a virtual worker that are planned together
-EPOCHS_AT_ONCE = 2  # that are planned together: the order of each costs as much as many rows
+# Of epochs that are planned together, and at all: the order of each costs as much as many rows.
+EPOCHS_AT_ONCE, EPOCHS_PLANNED = 2, 8
 
 Slot = tuple[int, int]  # step, virtual worker
 
@@ -28,6 +29,7 @@ class Located(Protocol):
 
     last_step: int | None
     steps_per_epoch: int
+    num_rows: int  # of an epoch
 
     def locate(self, steps: range, virtual_worker: int) -> Sequence[tuple[Any, int]]:
         """(work, number of rows) for each step."""
@@ -88,7 +90,10 @@ class Planner:
         self._source, self._rows_at_once = source, rows_at_once
         steps = EPOCHS_AT_ONCE * source.steps_per_epoch
         self._steps_at_once = max(1, min(steps, ROWS_AT_ONCE // micro_batch_size))
-        self._rows_planned = min(ROWS_PLANNED, MICRO_BATCHES_PLANNED * micro_batch_size)
+        self._rows_planned = min(
+            *(ROWS_PLANNED, MICRO_BATCHES_PLANNED * micro_batch_size),
+            EPOCHS_PLANNED * source.num_rows,
+        )
         # Steps that are planned beyond those that are made, so that a row group which they need too
         # is not dropped in between.
         self._margin = 2 + 64 // micro_batch_size
