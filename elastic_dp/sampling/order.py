@@ -144,6 +144,8 @@ class Order(BaseOrder):
         if tail == "short":
             self.steps_per_epoch = -(-self.num_rows // whole)
         self._check_rows()
+        # Steps that are located together. The order of each epoch takes time of its own.
+        self._together = max(1, min(_ROWS_TOGETHER // micro_batch_size, self.steps_per_epoch))
         self.streams = 1
         if shuffle == "rows":
             self.streams = _count_streams(virtual_workers, group_bytes, open_bytes)
@@ -154,7 +156,6 @@ class Order(BaseOrder):
             f"shuffle={shuffle} tail={tail} streams={self.streams}"
         )
         self._line = lru_cache(_LINES_KEPT)(self._lay_out)
-        self._together = max(1, _ROWS_TOGETHER // micro_batch_size)  # steps
         self._located = lru_cache(_LOCATED_KEPT)(self._locate_some)
 
     def open_row_groups(self, virtual_workers: int) -> int:
