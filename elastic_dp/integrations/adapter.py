@@ -14,7 +14,6 @@ from elastic_dp import ElasticTrainer, ScalingConfig, module_pickling
 from elastic_dp.errors import SpecError
 from elastic_dp.wording import did_you_mean
 
-_OF_ELASTIC_TRAINER = set(inspect.signature(ElasticTrainer.__init__).parameters) - {"self"}
 RESUMES = "a run that is started again under the same name goes on from its newest checkpoint"
 
 
@@ -33,33 +32,31 @@ def check_overrides(owner: Any, base: type, names: Iterable[str], instead: str) 
 
 
 def scaling_of(
-    adapter: str,
-    options: Mapping[str, Any],
-    *,
-    refused: Mapping[str, str],
-    own: Iterable[str] = (),
-    accumulated: int,
+    adapter: type, options: Mapping[str, Any], *, refused: Mapping[str, str], accumulated: int
 ) -> ScalingConfig:
     """Returns how the run may scale; accumulated batches become virtual workers.
 
     Raises SpecError for an option in `refused`, which says what to do instead, for one that neither
-    `ElasticTrainer` nor the adapter (`own`) has, and for values that the adapter cannot follow.
+    `ElasticTrainer` nor the adapter has, and for values that the adapter cannot follow.
     """
-    known = sorted({*_OF_ELASTIC_TRAINER, *own} - refused.keys())
+    own, inherited = (inspect.signature(one).parameters for one in (adapter, ElasticTrainer))
+    known = sorted({*own, *inherited} - {"options", *refused})
     for name in options:
         if name in refused:
-            raise SpecError(f"{name} is given, which {adapter} does not take: {refused[name]}")
+            raise SpecError(
+                f"{name} is given, which {adapter.__name__} does not take: {refused[name]}"
+            )
         if name not in known:
             near = did_you_mean(name, [*known, *refused])
-            raise SpecError(f"{adapter} has no option {name!r}{near}")
+            raise SpecError(f"{adapter.__name__} has no option {name!r}{near}")
     scaling = options.get("scaling") or ScalingConfig()
     if not isinstance(scaling, ScalingConfig):
         raise SpecError(f"scaling is a {type(scaling).__name__}, must be a ScalingConfig")
     if scaling.processes_per_worker > 1 or scaling.grows:
         raise SpecError(
-            f"scaling is {scaling}, but {adapter} works with processes_per_worker=1, as it shards "
-            "no model, and with one number of virtual_workers, as epochs are counted in batches of "
-            "one size. For others write a train function that loops over ctx.steps"
+            f"scaling is {scaling}, but {adapter.__name__} works with processes_per_worker=1, as "
+            "it shards no model, and with one number of virtual_workers, as epochs are counted in "
+            "batches of one size. For others write a train function that loops over ctx.steps"
         )
     virtual_workers = scaling.virtual_workers or scaling.max_workers * accumulated
     return dataclasses.replace(scaling, virtual_workers=virtual_workers)

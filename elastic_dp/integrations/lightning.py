@@ -15,6 +15,7 @@ import os
 import re
 import types
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
@@ -118,11 +119,7 @@ class LightningTrainer(ElasticTrainer):
             if type(value) is not int or value < 1:
                 raise SpecError(f"{name} is {value!r}, must be a whole number of at least 1")
         scaling = scaling_of(
-            "LightningTrainer",
-            options,
-            refused=_REFUSED,
-            own=USED,
-            accumulated=accumulate_grad_batches,
+            LightningTrainer, options, refused=_REFUSED, accumulated=accumulate_grad_batches
         )
         _check_module(module, datamodule)
         train, validation = _dataloaders(module, datamodule, train_dataloaders, val_dataloaders)
@@ -294,40 +291,37 @@ class _TrainerView:
         )
 
 
+@dataclass(eq=False)
 class _Body:
     """What Lightning does in and around a step: logging, schedulers and validation. Its state is
     what workers that join need."""
 
-    def __init__(
-        self,
-        module: Any,
-        ctx: TrainContext,
-        schedulers: list[Any],
-        *,
-        validation: MapStyleData | None,
-        batches_of_step: int,
-        validate_every: int,
-        log_every: int,
-    ) -> None:
-        self._module, self._view, self._ctx = module, module.trainer, ctx
-        self._schedulers, self._validation = schedulers, validation
-        self._batches_of_step = batches_of_step
-        self._validate_every, self._log_every = validate_every, log_every
-        self._logged: dict[str, Any] = {}  # by the present call of a step, by key
-        self._by_step = True  # that is training_step
-        self._sums: dict[str, list[float]] = {}  # of this epoch: values times weights, weights
+    module: Any
+    ctx: TrainContext
+    schedulers: list[Any]
+    validation: MapStyleData | None
+    batches_of_step: int
+    validate_every: int
+    log_every: int
+    _logged: dict[str, Any] = field(default_factory=dict)  # by the present call of a step, by key
+    _by_step: bool = True  # that is training_step
+    # Of this epoch: values times weights, and weights
+    _sums: dict[str, list[float]] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         sums = {name: list(pair) for name, pair in self._sums.items()}
-        return {"step": self._view.global_step, "sums": sums}
+        return {"step": self.module.trainer.global_step, "sums": sums}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._begin_after(state["step"])
         self._sums = {name: list(pair) for name, pair in state["sums"].items()}
 
     def _begin_after(self, step: int) -> None:
-        self._view.global_step = step
-        self._view.current_epoch = step // self._ctx.steps_per_epoch
+        self.module.trainer.global_step = step
+        self.module.trainer.current_epoch = step // self.ctx.steps_per_epoch
+
+    def _steps_of_epoch(self) -> int:
+        return int(self.module.trainer.global_step) % self.ctx.steps_per_epoch
 
     def log(
         self,
@@ -359,12 +353,16 @@ class _Body:
         if by_epoch:
             self._logged[f"epoch {name}{'_epoch' * by_step}"] = value
 
+    def _call(self, step: Any, batch: Any, batch_idx: int) -> Any:
+        """`batch_idx` may be left out in a module."""
+        self._logged, self._by_step = {}, step == self.module.training_step
+        takes_it = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+        return step(batch, batch_idx) if takes_it else step(batch)
+
     def loss(self, counted: Any) -> Any:
         """The loss function of `ctx.steps`."""
         _, rows, batch = counted
-        self._logged, self._by_step = {}, True
-        in_epoch = self._view.global_step % self._ctx.steps_per_epoch
-        outputs = _call(self._module.training_step, batch, in_epoch)
+        outputs = self._call(self.module.training_step, batch, self._steps_of_epoch())
         if isinstance(outputs, Mapping) and "loss" not in outputs:
             raise LossError(f"training_step returned a dict of {', '.join(outputs)} without 'loss'")
         loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
@@ -374,8 +372,7 @@ class _Body:
 
     def _validation_loss(self, _: Any, numbered: Any) -> Any:
         number, rows, batch = numbered
-        self._logged, self._by_step = {}, False
-        _call(self._module.validation_step, batch, number)
+        self._call(self.module.validation_step, batch, number)
         return torch.zeros(()), rows, self._logged
 
     def run(self, step: Step) -> None:
@@ -388,25 +385,25 @@ class _Body:
             total = self._sums.setdefault(name, [0.0, 0.0])
             total[0] += value * step.weight
             total[1] += step.weight
-        record = {} if step.number % self._log_every else by_step.copy()
-        is_due = step.epoch_end and (step.epoch + 1) % self._validate_every == 0
-        if is_due and self._validation is not None:
-            means = self._ctx.evaluate(self._validation_loss, self._validation)
+        record = {} if step.number % self.log_every else by_step.copy()
+        is_due = step.epoch_end and (step.epoch + 1) % self.validate_every == 0
+        if is_due and self.validation is not None:
+            means = self.ctx.evaluate(self._validation_loss, self.validation)
             del means["eval_loss"]
             record |= {key.removeprefix("eval_epoch "): value for key, value in means.items()}
-        if step.epoch_end or step.number == self._ctx.total_steps:
+        if step.epoch_end or step.number == self.ctx.total_steps:
             record |= {name: total / weight for name, (total, weight) in self._sums.items()}
             self._sums = {}
         self._step_schedulers(step, by_step | record)
         self._begin_after(step.number)
         if record:
-            self._ctx.log({"epoch": step.epoch, **record})
+            self.ctx.log({"epoch": step.epoch, **record})
 
     def _step_schedulers(self, step: Step, logged: Mapping[str, float]) -> None:
         """As in Lightning, where steps are counted in batches, from the start of the epoch."""
-        in_epoch = self._view.global_step % self._ctx.steps_per_epoch + 1
-        counts = {"step": in_epoch * self._batches_of_step, "epoch": step.epoch + 1}
-        for config in self._schedulers:
+        batches = (self._steps_of_epoch() + 1) * self.batches_of_step
+        counts = {"step": batches, "epoch": step.epoch + 1}
+        for config in self.schedulers:
             is_due = config.interval == "step" or step.epoch_end
             if not is_due or counts[config.interval] % config.frequency:
                 continue
@@ -419,9 +416,3 @@ class _Body:
                     f"the scheduler {type(config.scheduler).__name__} monitors {config.monitor!r}, "
                     f"which is not logged when it is due; logged are: {', '.join(logged)}"
                 )
-
-
-def _call(step: Any, batch: Any, batch_idx: int) -> Any:
-    """`batch_idx` may be left out in a module."""
-    is_wanted = is_param_in_hook_signature(step, "batch_idx", min_args=2)
-    return step(batch, batch_idx) if is_wanted else step(batch)

@@ -109,27 +109,25 @@ class TransformersTrainer(ElasticTrainer):
     def __init__(self, trainer: transformers.Trainer, **options: Any) -> None:
         _check_trainer(trainer)
         args = trainer.args
+        accumulated = args.gradient_accumulation_steps
         scaling = scaling_of(
-            "TransformersTrainer",
-            options,
-            refused=_REFUSED,
-            accumulated=args.gradient_accumulation_steps,
+            TransformersTrainer, options, refused=_REFUSED, accumulated=accumulated
         )
-        rows, collate_fn = _rows_and_collator(trainer)
+        loader = trainer.get_train_dataloader()  # without columns that the model does not take
         data = MapStyleData(
-            rows,
+            loader.dataset,
             micro_batch_size=args.per_device_train_batch_size,
-            collate_fn=collate_fn,
+            collate_fn=loader.collate_fn,
             shuffle=args.train_sampling_strategy != "sequential",
             seed=args.seed,
             tail="drop" if args.dataloader_drop_last else "short",
             workers=args.dataloader_num_workers,
         )
-        self._trainer, self._sent = trainer, _without_process_state(trainer, rows)
+        self._trainer, self._sent = trainer, _without_process_state(trainer, loader.dataset)
         super().__init__(
             types.MethodType(_train, self._sent),
             data=data,
-            max_steps=_total_steps(args, len(rows), scaling.num_virtual_workers),
+            max_steps=_total_steps(args, len(loader.dataset), scaling.num_virtual_workers),
             **{"name": args.run_name} | options | {"scaling": scaling},
         )
 
@@ -206,16 +204,6 @@ def _check_arguments(args: Any) -> None:
 
 def _refuse(name: str, value: Any, remedy: str) -> None:
     raise SpecError(f"TrainingArguments.{name} is {value!r}, which is not supported: {remedy}")
-
-
-def _rows_and_collator(trainer: Any) -> tuple[Any, Any]:
-    """Returns the rows to train on and their collator, as `Trainer.get_train_dataloader` makes
-    them."""
-    if hasattr(trainer.train_dataset, "remove_columns"):  # of the library datasets
-        rows = trainer._remove_unused_columns(trainer.train_dataset, "training")
-        return rows, trainer.data_collator
-    collator = trainer._get_collator_with_removed_columns(trainer.data_collator, "training")
-    return trainer.train_dataset, collator
 
 
 def _total_steps(args: Any, rows: int, virtual_workers: int) -> int:

@@ -319,8 +319,9 @@ def test_split_batches_of_accelerate_are_refused_by_name(tmp_path):
 
 
 def test_fields_of_a_derived_class_are_its_own(tmp_path):
-    trainer = jobs.causal_lm(tmp_path)
-    trainer.args = jobs.OwnArguments(tmp_path, use_cpu=True, temperature=0.5, report_to="none")
+    there = jobs.causal_lm(tmp_path)
+    given = jobs.OwnArguments(tmp_path, use_cpu=True, temperature=0.5, report_to="none")
+    trainer = transformers.Trainer(there.model, given, train_dataset=there.train_dataset)
     assert integration.TransformersTrainer(trainer, name="job").spec.max_steps == 18
 
 
