@@ -15,6 +15,7 @@ checkpoint stores both sets of names.
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -126,7 +127,10 @@ def safetensors(tensors: Mapping[str, Any]) -> bytes:
 def _export_distributed(state: LoadedState, folder: str) -> None:
     import torch.distributed.checkpoint as dcp
 
-    dcp.save(_as_dict(state), checkpoint_id=folder, no_dist=True)
+    with warnings.catch_warnings():
+        # That there is one process, and that the folder's checkpoint is replaced
+        warnings.filterwarnings("ignore", "torch.distributed is|Detected an existing checkpoint")
+        dcp.save(_as_dict(state), checkpoint_id=folder, no_dist=True)
 
 
 def naming_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

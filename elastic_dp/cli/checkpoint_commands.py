@@ -5,6 +5,7 @@ Modules that need torch are imported where they are used: `elastic-dp` starts wi
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,8 +35,8 @@ _Url = Annotated[
     str,
     typer.Argument(
         metavar="RUN|URL",
-        help="The name of a run at --storage-path; without that option, the URL of the run's "
-        "folder: storage_path/name.",
+        help="The name of a run at --storage-path (default: ~/elastic_dp_runs), or, without that "
+        "option, the URL of the run's folder: storage_path/name.",
     ),
 ]
 
@@ -129,9 +130,12 @@ def save(
 
 def _catalog(url: str, storage_path: str | None, said: list[str] | None) -> Catalog:
     from elastic_dp.checkpoint.catalog import Catalog
+    from elastic_dp.run_record import default_storage_path
     from elastic_dp.storage import Store
 
     options = storage_options(said)
+    if storage_path is None and "/" not in url and not os.path.isdir(url):
+        storage_path = default_storage_path()
     if storage_path is not None:
         from elastic_dp.cluster.runs.ended_run import EndedRun
 

@@ -74,16 +74,16 @@ def test_a_file_of_torch_opens_without_this_package(run, tmp_path):
     assert same(here.user["average"].values, there.user["average"].values)
 
 
-@pytest.mark.filterwarnings(
-    "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
-)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_a_distributed_checkpoint_has_the_same_state(run, tmp_path):
     import torch.distributed.checkpoint as dcp
 
-    assert invoke("export", run, tmp_path / "dcp").exit_code == 0
+    for _ in range(2):  # the second one takes the place of the first
+        assert invoke("export", run, tmp_path / "dcp").exit_code == 0
     model = train_state(20).model.state_dict()
     found = {"model": {key: torch.zeros_like(value) for key, value in model.items()}, "step": 0}
-    dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert found["step"] == 20
     assert all(same(found["model"][key], model[key]) for key in model)
 

@@ -226,13 +226,17 @@ def test_terminal_that_is_not_of_utf_8_gets_question_marks_and_no_error(tmp_path
     assert "h?he" in text
 
 
-def test_checkpoints_are_found_by_the_name_of_the_run_and_its_storage_path(tmp_path):
+def test_checkpoints_are_found_by_the_name_of_the_run_and_its_storage_path(tmp_path, monkeypatch):
     runs = runs_after_a_night(tmp_path)
     save(Catalog(Store(str(runs / "night"))), train_state(1), 6)
     by_name = asked("checkpoints", "list", "night", "--storage-path", runs)
     assert by_name == asked("checkpoints", "list", runs / "night") and "6" in by_name
     said = CliRunner().invoke(app, ["checkpoints", "list", "nigth", "--storage-path", str(runs)])
     assert said.exit_code == 2 and "Did you mean 'night'?" in said.stderr
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "elastic_dp_runs").symlink_to(runs)
+    assert asked("checkpoints", "list", "night") == by_name
+    assert CliRunner().invoke(app, ["checkpoints", "list", "nobody"]).exit_code == 2
 
 
 # ---------------------------------------------------------------------------------- live runs
