@@ -407,6 +407,33 @@ def test_a_process_that_is_killed_is_named():
         data.batch(1, 0)
 
 
+def leaves(*_):
+    sys.exit(3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: opened(transform=lambda batch, rng: leaves()),
+        lambda: opened(FakeRowGroups(SIZES, before=leaves)),
+    ],
+)
+def test_code_that_would_end_a_thread_is_an_error(make):
+    with pytest.raises(UserCodeError, match=r"(?s)raised SystemExit: 3 on rows .*in leaves"):
+        make().batch(1, 0)
+
+
+def test_a_micro_batch_that_cannot_be_sent_by_its_process_is_refused():
+    data = opened(collate_fn=lambda batch: (row for row in batch["id"]), workers=1)
+    with pytest.raises(DataError, match="cannot be sent from a data process: TypeError: cannot"):
+        data.batch(1, 0)
+
+
+def test_batches_of_sparse_tensors_come_from_processes():
+    data = opened(collate_fn=lambda batch: torch.eye(len(batch["id"])).to_sparse(), workers=1)
+    assert torch.equal(data.batch(1, 0).to_dense(), torch.eye(B))
+
+
 def test_a_bad_row_group_fails_exactly_the_micro_batches_that_need_it():
     groups = FakeRowGroups([16] * 8, bad=[2])
     data = opened(groups, shuffle="none")

@@ -190,8 +190,10 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 def nbytes_of(batch: Any) -> int:
     """An estimate of the bytes of the arrays, tensors and texts in a batch."""
-    if isinstance(batch, torch.Tensor | np.ndarray):
-        return int(batch.nbytes)
+    if isinstance(batch, torch.Tensor):
+        return batch.numel() * batch.element_size()  # of a sparse one, at most
+    if isinstance(batch, np.ndarray):
+        return batch.nbytes
     if isinstance(batch, str | bytes):
         return _OBJECT_BYTES + len(batch)
     if isinstance(batch, dict):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ from typing import Any, Protocol
 from elastic_dp.data.pipeline.block_memory import BlockMemory, Columns, Key
 from elastic_dp.data.pipeline.planner import Chunk, Located, MicroBatch, Planner, Slot
 from elastic_dp.data.pipeline.row_groups import RowGroups
-from elastic_dp.errors import BadShard
+from elastic_dp.errors import BadShard, UserCodeError
 from elastic_dp.threads import background
 
 READS_PER_PLAN = 8  # reads between two portions of the plan, so that it does not delay first reads
@@ -454,8 +455,8 @@ class Pipeline:
             content: Any
             try:
                 content, nbytes = self._row_groups.read(number)
-            except Exception as error:  # of a store or a decoder: raised where the rows are needed
-                content, nbytes = error, 0
+            except BaseException as error:  # of a store, a decoder: raised where rows are needed
+                content, nbytes = _raised(error), 0
             self._calls.put(partial(self._read_finished, number, content, nbytes))
             content = None  # no reference must remain when the memory is reused
 
@@ -469,13 +470,23 @@ class Pipeline:
                 chunk.assembly.copy(contents, may_keep)
                 if is_last:
                     made = chunk.assembly.finish(chunk.left_out, chunk.failed, producer)
-            except Exception as error:  # of user code, a store, a decoder: raised by `take`
-                made = [error] * len(chunk.micro_batches), 0, ()
+            except BaseException as error:  # of user code, a store, a decoder: raised by `take`
+                made = [_raised(error)] * len(chunk.micro_batches), 0, ()
             if made is None:
                 self._calls.put(partial(self._copied, chunk, contents))
             else:
                 self._calls.put(partial(self._end, chunk, contents, made))
             del task, chunk, contents, made  # no reference must remain when memory is reused
+
+
+def _raised(error: BaseException) -> Exception:
+    """The error, or one that stands for SystemExit, a panic of Rust and the like. These would end
+    the thread, and others would wait for it."""
+    if isinstance(error, Exception):
+        return error
+    said = traceback.format_exception_only(error)[-1].strip()
+    lines = "".join(traceback.format_exception(error))
+    return UserCodeError("", f"code that reads or changes the data raised {said}", lines)
 
 
 def _nothing() -> None:

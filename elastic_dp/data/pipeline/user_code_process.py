@@ -28,7 +28,7 @@ import cloudpickle
 import torch
 
 from elastic_dp.data.pipeline.array_memory import empty_bytes
-from elastic_dp.errors import ClusterError, ElasticError
+from elastic_dp.errors import ClusterError, DataError, ElasticError
 from elastic_dp.threads import background
 from elastic_dp.torch_settings import apply_torch_settings, torch_settings
 
@@ -133,9 +133,23 @@ def serve(descriptor: int, settings: str) -> None:
         failure = error
     try:
         while True:
-            _send(connection, _answer(function, calls.get(), failure))
+            answer = _answer(function, calls.get(), failure)
+            try:
+                _send(connection, answer)
+            except OSError:
+                raise
+            except Exception as error:  # what user code made raises when it is pickled
+                _send(connection, (False, _refused(error)))
     except OSError:  # the worker is gone
         os._exit(0)
+
+
+def _refused(error: Exception) -> DataError:
+    return DataError(
+        f"a micro-batch cannot be sent from a data process: {type(error).__name__}: {error}; "
+        "return tensors, arrays, texts and numbers, or leave out DataConfig.workers or "
+        "MapStyleData.workers"
+    )
 
 
 def _listen(connection: socket.socket, calls: queue.SimpleQueue[Any]) -> None:
