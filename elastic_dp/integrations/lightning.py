@@ -28,7 +28,7 @@ from lightning.pytorch.core.optimizer import (
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, StackDataset
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, StackDataset, Subset
 from torchmetrics import Metric
 
 from elastic_dp import ElasticTrainer, MapStyleData, Result, Step, TrainContext
@@ -208,8 +208,9 @@ def _dataloaders(module: Any, datamodule: Any, train: Any, validation: Any) -> t
         return train, None
     _check_dataloader("validation", validation)
     size, rows = validation.batch_size, validation.dataset
+    numbered = StackDataset(range(len(rows)), rows)  # type: ignore[arg-type]
     return train, MapStyleData(
-        StackDataset(range(len(rows)), rows),  # type: ignore[arg-type]
+        Subset(numbered, range(len(rows) - validation.drop_last * (len(rows) % size))),
         micro_batch_size=size,
         collate_fn=functools.partial(_collated_by_number, validation.collate_fn, size),
         workers=validation.num_workers,
@@ -226,11 +227,12 @@ def _check_dataloader(name: str, loader: Any) -> None:
         or loader.batch_size is None
         or getattr(loader.sampler, "replacement", False)
         or len(loader.sampler) != len(loader.dataset)  # type: ignore[arg-type]
+        or not len(loader)
     ):
         raise SpecError(
             f"the {name} dataloader is a {type(loader).__name__}, must be one torch DataLoader of "
-            "a map-style dataset with batch_size= and shuffle= and no sampler of its own: rows are "
-            "dealt to virtual workers by arithmetic"
+            "a map-style dataset with rows, with batch_size= and shuffle= and no sampler of its "
+            "own: rows are dealt to virtual workers by arithmetic"
         )
 
 

@@ -203,6 +203,11 @@ class Several(PointsData):
         return [super().train_dataloader()]
 
 
+class Empty(PointsData):
+    def val_dataloader(self):
+        return DataLoader(Pairs(0), batch_size=4)
+
+
 class Moves(PointsData):
     def transfer_batch_to_device(self, batch, device, dataloader_idx):
         return batch

@@ -214,6 +214,21 @@ def test_dataloaders_may_be_given_or_be_those_of_the_module(tmp_path):
     assert job.spec.data.micro_batch_size == 8 and job.spec.data.tail == "drop"
 
 
+def test_validation_leaves_out_the_last_batch_where_its_dataloader_does(tmp_path):
+    means = []
+    for rows, options in ((8, {}), (10, {"drop_last": True})):
+        job = integration.LightningTrainer(
+            jobs.Classifier(),
+            name=str(rows),
+            storage_path=str(tmp_path),
+            train_dataloaders=DataLoader(jobs.Pairs(16), batch_size=2),
+            val_dataloaders=DataLoader(jobs.Pairs(rows), batch_size=4, **options),
+            max_epochs=1,
+        )
+        means.append(job.fit(local=True).metrics["val_loss"])
+    assert means[0] == means[1]
+
+
 # ---------------------------------------------------------------------------------- what is had
 
 
@@ -298,6 +313,7 @@ def test_hooks_of_testing_and_prediction_are_no_reason_to_refuse():
         ("Classifier", "Several", "the train dataloader is a list, must be one torch DataLoader"),
         ("Classifier", "Moves", "Moves overrides transfer_batch_to_device"),
         ("Classifier", "Streams", "a map-style dataset"),
+        ("Classifier", "Empty", "a map-style dataset with rows"),
     ],
 )
 def test_module_and_data_that_cannot_be_had_are_refused(module, data, words):
