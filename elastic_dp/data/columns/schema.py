@@ -120,12 +120,12 @@ class Columns:
         are refused as they are read."""
         used = {leaf.name for leaf in leaves(self.schema(), self._used)}
         delivered = {leaf.name for leaf in self.leaves()}
+        names = [({*dict(_leaf_types(types))}, shard) for types, shard in self._shards.items()]
         for leaf in leaves(self.schema(), self._wanted):
             column = f"column {leaf.name!r} ({type_name(leaf.type)})"
             has_none = may_be_null(leaf.type)
-            for here, shard in self._shards.items():
-                is_here = leaf.name in dict(_leaf_types(here))
-                if not is_here and (leaf.name in used or not has_none):
+            for here, shard in names:
+                if leaf.name not in here and (leaf.name in used or not has_none):
                     raise DataError(
                         f"{column} is not in {shard}; write it in all shards, or leave it out by "
                         "DataConfig.columns"
@@ -192,8 +192,9 @@ class Columns:
     def _pick(self, shard: str, schema: pa.Schema) -> list[pa.Field]:
         wanted = self._wanted
         tops = top_level(schema, wanted)
+        times = Counter(schema.names)
         for name in tops:
-            if schema.names.count(name) > 1:
+            if times[name] > 1:
                 raise DataError(f"{shard} has several columns named {name!r}; rename all but one")
         self._refuse_ambiguous(schema, shard, wanted)
         return [schema.field(name) for name in tops]
