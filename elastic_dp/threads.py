@@ -30,12 +30,12 @@ def background(
     def main() -> None:
         try:
             run()
-        except Exception as error:
+        except BaseException as error:  # SystemExit, too: Python ends a thread of it without a word
             if failed is None or not isinstance(error, ElasticError):
                 text = f"the thread {name!r} ended with an error\n{traceback.format_exc()}"
                 print(text, end="", file=sys.stderr, flush=True)
             if failed is not None:
-                failed(error)
+                failed(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
     return threading.Thread(target=main, name=name, daemon=True)
 

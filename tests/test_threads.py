@@ -26,6 +26,13 @@ def test_a_thread_that_fails_is_printed_and_told_to_its_owner(capsys):
     assert "the thread 'tester' ended" in said and "ZeroDivisionError: by nothing" in said
 
 
+def test_a_thread_that_would_exit_is_told_to_its_owner(capsys):
+    told = []
+    _run(SystemExit(3), told.append)
+    assert [str(error) for error in told] == ["SystemExit(3)"]
+    assert "SystemExit: 3" in capsys.readouterr().err
+
+
 def test_an_error_of_ours_is_left_to_its_owner(capsys):
     told, error = [], FileDamaged("x.json", "it is empty", "Delete it")
     _run(error, told.append)
