@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -83,9 +82,9 @@ def _forget_gone() -> None:
 def _drop(handed: list[Abandoned], rested: threading.Event) -> None:
     _backend, operations, _store = handed.pop()
     rested.wait(REST_S)
-    for work in chain.from_iterable(operation.works for operation in operations):
+    for operation in operations:
         with contextlib.suppress(RuntimeError):
-            work.wait()
+            operation.work.wait()
 
 
 # ------------------------------------------------------------------- memory of the next generation

@@ -24,7 +24,7 @@ import contextlib
 import hashlib
 import hmac
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -51,9 +51,8 @@ OPERATION_TIMEOUT = timedelta(hours=24)
 # For members that are all there to connect, at the first attempt. A stranger that has taken a
 # connection costs this time.
 _CONNECTING_LIMIT, _CONNECTING_LIMIT_OF_A_RANK = timedelta(seconds=5), timedelta(milliseconds=20)
-# What is gathered at once: of each rank, or of all of them where members share links.
-_AT_ONCE_BYTES = 64 << 10
-_RING_BYTES = 4 << 20  # of all ranks, around a ring: Gloo receives it in memory of its own
+# What is gathered at once, of all ranks: always, and where members share no link.
+_AT_ONCE_BYTES, _AT_ONCE_BYTES_ALONE = 64 << 10, 4 << 20
 _PROOF_BYTES = 32
 _WATCH_TAG, _FOR_EVER = 1, timedelta(days=3650)  # else Gloo takes the time that it had to form
 _LENGTH_BYTES, _FIRST_CAPACITY = 4, 512  # of a record that is gathered
@@ -62,23 +61,18 @@ _LENGTH_BYTES, _FIRST_CAPACITY = 4, 512  # of a record that is gathered
 class Operation:
     """A collective in flight, and the tensors that it may still access."""
 
-    __slots__ = ("buffers", "done", "works")
+    __slots__ = ("buffers", "done", "work")
 
     def __init__(self, buffers: tuple[torch.Tensor, ...]) -> None:
         self.done = threading.Event()  # set only if a thread waits, or by an abort
         self.buffers = buffers
-        self.works: list[Any] = []  # of the backend
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it can no longer access its buffers, also since it failed."""
-        return all(work.is_completed() for work in self.works)
+        self.work: Any = None
 
     def may_access(self, memory: torch.Tensor) -> bool:
         """Whether the operation is in flight and has a buffer in this memory."""
         address = memory.untyped_storage().data_ptr()
         buffers = (buffer.untyped_storage().data_ptr() for buffer in self.buffers)
-        return address in buffers and not self.is_over
+        return address in buffers and not self.work.is_completed()
 
 
 class ProcessGroup:
@@ -151,79 +145,60 @@ class ProcessGroup:
         input_sizes: Sequence[int],
     ) -> Operation:
         """Sends part r of the flat `input` to rank r, and receives part r of `output` from it."""
-        sizes = list(output_sizes), list(input_sizes)
-        return self._launch((output, input), partial(self._exchange, output, input, *sizes))
-
-    def _exchange(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_sizes: list[int],
-        input_sizes: list[int],
-    ) -> Any:
-        return self._backend.alltoall_base(
-            output, input, output_sizes, input_sizes, c10d.AllToAllOptions()
+        return self._launch(
+            (output, input),
+            lambda: self._backend.alltoall_base(
+                output, input, list(output_sizes), list(input_sizes), c10d.AllToAllOptions()
+            ),
         )
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Operation:
-        """Gathers the flat `input` of all ranks in the flat `output`, one after another. `input`
-        may be its own part of `output`.
-
-        Small tensors go to all ranks at once. Of larger ones each rank scatters its own part, the
-        same to all, which takes half the processor time of Gloo's all-gather. That is a ring, with
-        a hop for each rank, but what several members of a node gather leaves the node once.
-        Broadcasts are trees: after a loss two ranks could each wait, in different broadcasts, for
-        what the other one passes on, and neither group would end.
+        """Gathers the flat `input` of all ranks in `output`: one after another, or in its rows.
+        Small tensors go to all ranks at once. Gloo's own all-gather is a ring: a hop for each other
+        rank, and twice the processor time. But what several members gather leaves their node once.
         """
-        sharing, rows = self._shares_links, output.view(self.world_size, len(input))
-        if output.nbytes <= _AT_ONCE_BYTES * (1 if sharing else self.world_size):
-            copies = input.repeat(self.world_size)
-            return self._launch((output, copies), partial(self._exchange, output, copies, [], []))
-        mine = rows[self.rank]
-        if mine.data_ptr() != input.data_ptr():
-            mine.copy_(input)
-        if sharing:
-            parts = rows.split(max(1, _RING_BYTES // (len(rows) * rows.element_size())), dim=1)
-            starts = [partial(self._gather_in_ring, part) for part in parts]
-        else:
-            starts = [partial(self._scatter, row, root) for root, row in enumerate(rows)]
-        return self._launch((output,), *starts)
+        limit = _AT_ONCE_BYTES if self._shares_links else _AT_ONCE_BYTES_ALONE
+        if output.nbytes <= limit and output.is_contiguous():
+            return self._gather_at_once(output.view(-1), input)
+        return self._launch(
+            (output, input),
+            lambda: (
+                self._backend.allgather([list(output)], [input], c10d.AllgatherOptions())
+                if output.dim() == 2
+                else self._backend._allgather_base(output, input, c10d.AllgatherOptions())
+            ),
+        )
 
-    def _gather_in_ring(self, rows: torch.Tensor) -> Any:
-        return self._backend.allgather([list(rows)], [rows[self.rank]], c10d.AllgatherOptions())
-
-    def _scatter(self, row: torch.Tensor, root: int) -> Any:
-        options = c10d.ScatterOptions()
-        options.rootRank = root
-        sent = [[row] * self.world_size] if root == self.rank else []
-        return self._backend.scatter([row], sent, options)
+    def _gather_at_once(self, output: torch.Tensor, input: torch.Tensor) -> Operation:
+        copies = input.repeat(self.world_size)
+        return self._launch(
+            (output, copies),
+            lambda: self._backend.alltoall_base(output, copies, [], [], c10d.AllToAllOptions()),
+        )
 
     def wait(self, operation: Operation) -> None:
         """Waits until the operation is done. Raises GroupAborted or CollectiveFailed."""
-        for work in operation.works:
-            if not work.is_completed():
-                operation.done.clear()
-                self.check()  # an abort after it sets `done`
-                # Asked for only now: a callback takes the interpreter's lock from a thread that
-                # computes.
-                work.get_future().add_done_callback(lambda _: operation.done.set())
-                operation.done.wait()
-            self.check()
-            try:
-                work.wait()  # returns at once, or says why it failed
-            except RuntimeError as error:
-                raise CollectiveFailed(str(error).splitlines()[0]) from error
+        if not operation.work.is_completed():
+            # Asked for only now: a callback takes the interpreter's lock from a thread that
+            # computes.
+            operation.work.get_future().add_done_callback(lambda _: operation.done.set())
+            operation.done.wait()
+        self.check()
         self._pending.discard(operation)
+        try:
+            operation.work.wait()  # returns at once, or says why it failed
+        except RuntimeError as error:
+            raise CollectiveFailed(str(error).splitlines()[0]) from error
 
     def is_over(self, operation: Operation) -> bool:
         """Returns whether the operation can no longer access its buffers. That includes failed
         operations."""
-        return operation.is_over
+        return bool(operation.work.is_completed())
 
     @property
     def in_flight(self) -> set[Operation]:
         """The operations that may still access their buffers."""
-        return {one for one in self._pending if not one.is_over}
+        return {one for one in self._pending if one.work is not None and not self.is_over(one)}
 
     def synchronize(self) -> None:
         """Waits until the device has finished everything launched. Raises GroupAborted."""
@@ -247,13 +222,12 @@ class ProcessGroup:
         self.wait(self.all_gather(everyone, mine))
         return [row.numpy().tobytes() for row in everyone.view(self.world_size, -1)]
 
-    def _launch(self, buffers: tuple[torch.Tensor, ...], *starts: Callable[[], Any]) -> Operation:
+    def _launch(self, buffers: tuple[torch.Tensor, ...], start: Any) -> Operation:
         operation = Operation(buffers)
         self._pending.add(operation)
         self.check()
         try:
-            for start in starts:
-                operation.works.append(start())
+            operation.work = start()
         except RuntimeError as error:
             raise CollectiveFailed(str(error).splitlines()[0]) from error
         return operation
@@ -306,7 +280,7 @@ class DevicePeerWatch:
         """Ends the receive at the other end, so that no thread keeps a group that is left."""
         goodbye = torch.ones(1, dtype=torch.uint8)
         operation = Operation((goodbye,))
-        operation.works.append(backend.send([goodbye], self._before, _WATCH_TAG))
+        operation.work = backend.send([goodbye], self._before, _WATCH_TAG)
         return operation
 
 

@@ -197,6 +197,8 @@ class ShardedOptimizer(OptimizerHolders):
         self._gather = None  # an abandoned operation may still write to its memory
         self._left_early |= not self.backups_are_made
         self._copies = None
+        if self._prepared is not None:  # made again where they are needed: memory is short now
+            self._prepared.states = {}
 
     # ------------------------------------------------------------------------------- a step
 
