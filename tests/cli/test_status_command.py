@@ -134,6 +134,13 @@ def test_run_that_was_trained_in_one_process_has_no_generation_and_no_logs(tmp_p
     assert "no worker of alone has printed anything that is kept" in said.stderr
 
 
+def fit_here(train, name, folder, **options):
+    """Four steps in this process."""
+    data = edp.MapStyleData(Points(), micro_batch_size=4)
+    options |= {"name": name, "storage_path": folder, "data": data, "max_steps": 4}
+    edp.ElasticTrainer(train, **options).fit(local=True)
+
+
 def test_texts_of_a_run_are_printed_without_control_characters(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
@@ -144,16 +151,8 @@ def test_texts_of_a_run_are_printed_without_control_characters(tmp_path, monkeyp
             if step.number == 2:
                 raise ValueError("\x1b[2Jgone")
 
-    trainer = edp.ElasticTrainer(
-        train,
-        name="red",
-        storage_path=tmp_path,
-        data=edp.MapStyleData(Points(), micro_batch_size=4),
-        max_steps=4,
-        checkpoint=edp.CheckpointConfig(every_steps=1),
-    )
     with pytest.raises(ValueError, match="gone"):
-        trainer.fit(local=True)
+        fit_here(train, "red", tmp_path, checkpoint=edp.CheckpointConfig(every_steps=1))
     for verb in ("status", "report", "checkpoints list", "logs --events", "stop"):
         said = CliRunner().invoke(app, [*verb.split(), "red", "--storage-path", str(tmp_path)])
         words = "[2Jgone" if verb != "checkpoints list" else "[31mred"
@@ -172,15 +171,8 @@ def test_run_in_one_process_says_how_it_ended_until_it_is_started_again(tmp_path
 
     said = []
     while raised:
-        trainer = edp.ElasticTrainer(
-            train,
-            name="boom",
-            storage_path=tmp_path,
-            data=edp.MapStyleData(Points(), micro_batch_size=4),
-            max_steps=4,
-        )
         with contextlib.suppress(ValueError, LoopError, KeyboardInterrupt):
-            trainer.fit(local=True)
+            fit_here(train, "boom", tmp_path)
         lines = asked("status", "boom", "--storage-path", tmp_path).splitlines()
         said.append([lines[0], *cells(lines[1])[1:2]])
         raised.pop(0)

@@ -83,7 +83,7 @@ def open_sources(config: DataConfig, timeout_s: float) -> list[OpenedSource]:
     threads = min(FOOTERS_IN_FLIGHT, len(urls))
     with ThreadPoolExecutor(threads, thread_name_prefix="elastic-dp-index") as pool:
         opened = list(pool.map(open_one, urls))
-    if config.weights_by_step is None:
+    if len(urls) > 1 and config.weights_by_step is None:
         _say_named_twice(opened, urls)
     return opened
 

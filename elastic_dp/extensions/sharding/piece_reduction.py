@@ -37,7 +37,6 @@ class PieceReduction(GradientExchange):
     def __init__(self, holding: ShardedOptimizer, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
         self._holding, self._received_pool = holding, GradientBufferPool()
-        self._in_pieces = False  # whether members hold parts, and not everything
         # By bucket: memory for what is received first, the route, and memory for what this member
         # needs of the finished sum.
         self._memory: dict[int, tuple[torch.Tensor, PieceRoute, torch.Tensor]] = {}
@@ -72,13 +71,12 @@ class PieceReduction(GradientExchange):
         self._buckets, self._memory, self.received_memory = [], {}, {}
         self._received_pool.collect()
         needed = self._holding.needed()
-        self._in_pieces = needed is not None
         if needed is not None:
             self._lay_out(needed)
             self._find_own_units()
         self._received_pool.clear()
         super()._allocate()
-        if self._in_pieces:
+        if needed is not None:
             self._pool.clear()  # there is other memory to receive in
 
     def _lay_out(self, needed: HeldRanges) -> None:
@@ -153,7 +151,7 @@ class PieceReduction(GradientExchange):
 
     @torch.no_grad()
     def finish(self, factor: float, used: Sequence[int]) -> None:
-        if not self._in_pieces:
+        if self._holding.all_hold_all:
             super().finish(factor, used)
             return
         assert self._plan is not None
@@ -210,7 +208,7 @@ class PieceReduction(GradientExchange):
         return GatheredNorm(self._plan.on_host, squares, finite=finite, wide=wide)
 
     def gradients(self) -> Mapping[Any, torch.Tensor]:
-        return self._held if self._in_pieces else super().gradients()
+        return super().gradients() if self._holding.all_hold_all else self._held
 
     def agree_finite(self) -> None:
         """Sets `finite`, once the norm is on the host. Raises GroupError."""
