@@ -19,7 +19,9 @@ V = 8
 
 def in_pieces(parameters, needed):
     """An exchange that gives each rank what it needs."""
-    holding = types.SimpleNamespace(needed=lambda: needed, pieces=[], holders=[])
+    holding = types.SimpleNamespace(
+        needed=lambda: needed, all_hold_all=needed is None, pieces=[], holders=[]
+    )
     return PieceReduction(holding, parameters)
 
 
