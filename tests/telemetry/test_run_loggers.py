@@ -31,7 +31,7 @@ STEPS = [1, 2, 3, 4, 5]
 
 
 def write(folder, lines):
-    """Write a run's folder."""
+    """Write a run's folder: a reader finds each file as it was, or whole."""
     folder.mkdir(exist_ok=True)
     for name in ("events", "metrics"):
         of = [
@@ -39,7 +39,8 @@ def write(folder, lines):
             for line in lines
             if ("step" in line and "loss" in line) is (name == "metrics")
         ]
-        (folder / f"{name}.jsonl").write_text("".join(line + "\n" for line in of))
+        (folder / "written").write_text("".join(line + "\n" for line in of))
+        (folder / "written").replace(folder / f"{name}.jsonl")
 
 
 def drive(logger, folder, lines):
