@@ -56,7 +56,7 @@ from elastic_dp.coordinator.planning.generation_end_policy import GenerationEndP
 from elastic_dp.coordinator.planning.membership_planner import MembershipPlanner
 from elastic_dp.coordinator.planning.worker_eligibility import WorkerEligibility
 from elastic_dp.coordinator.run_state import Phase as Phase
-from elastic_dp.coordinator.run_state import RunState, Transition
+from elastic_dp.coordinator.run_state import RunState
 from elastic_dp.coordinator.state_lineage import StateLineage
 from elastic_dp.coordinator.takeover import Takeover
 from elastic_dp.coordinator.workers.failure_counter import FailureCounter
@@ -440,7 +440,7 @@ class Coordinator:
         if self._run.phase is Phase.TAKING_OVER:
             self._registry.identities.prefix = f"w{event.generation}."
         elif self._run.phase is Phase.CLAIMING:
-            self._run.apply(Transition.CLAIM_GRANTED)
+            self._run.enter(Phase.GATHERING)
 
     def _stand_down(self, event: m.GenerationClaimLost) -> None:
         self._run.emit(m.StandDown(f"generation {event.generation} belongs to another controller"))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.messages import Membership, WorkerId
-from elastic_dp.coordinator.run_state import Phase, RunState, Transition
+from elastic_dp.coordinator.run_state import Phase, RunState
 from elastic_dp.coordinator.state_lineage import StateLineage
 from elastic_dp.coordinator.workers.worker_state import WorkerState
 from elastic_dp.wording import counted, first_few
@@ -183,12 +183,12 @@ class Generation:
             worker.enter(self.number)
         self.run.emit(m.FormGeneration(self.membership))
         self.tell_to_stop()
-        self.run.apply(Transition.ANNOUNCED)
+        self.run.enter(Phase.FORMING)
         self.run.set_reason(f"generation {self.number}: {reason}")
 
     def all_formed(self) -> None:
         """Record that all members are past forming."""
-        self.run.apply(Transition.ALL_FORMED)
+        self.run.enter(Phase.RUNNING)
         self.formed = True
         for worker in self.members.values():
             worker.failed_joins = 0
@@ -209,7 +209,7 @@ class Generation:
 
     def end_takeover(self) -> None:
         """End the takeover. There may be workers that did not report, so the fence stays open."""
-        self.run.apply(Transition.TAKEOVER_ENDED)
+        self.run.enter(Phase.ENDING)
         self.formed = True
         self.fence.unconfirmed_dead.add("")
 
@@ -301,7 +301,7 @@ class Generation:
         self._end(reason)
 
     def _end(self, reason: str) -> None:
-        self.run.apply(Transition.END_REQUESTED)
+        self.run.enter(Phase.ENDING)
         self.run.set_reason(f"generation {self.number} ends: {reason}")
         for worker in self.members.values():
             if worker.id in self.inside:

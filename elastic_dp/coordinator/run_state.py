@@ -16,7 +16,7 @@ changes. The phases of a run:
 
     gathering -> claiming -> gathering -> forming -> running -> ending -> gathering -> ...
 
-The phase changes only here, by `TABLE`. A transition that it does not list is a bug.
+The phase changes only here, as `NEXT` says. Any other change is a bug.
 """
 
 import heapq
@@ -41,32 +41,16 @@ class Phase(StrEnum):
     OVER = "over"
 
 
-class Transition(StrEnum):
-    """What may change the phase."""
-
-    CLAIM_SENT = "claim sent"
-    CLAIM_GRANTED = "claim granted"
-    ANNOUNCED = "generation announced"
-    ALL_FORMED = "all members formed"
-    END_REQUESTED = "end of the generation requested"
-    ALL_OUT = "all members out"
-    TAKEOVER_BEGAN = "takeover began"
-    TAKEOVER_ENDED = "takeover ended"
-    RUN_ENDED = "run ended"
-
-
 IN_FLIGHT = frozenset({Phase.FORMING, Phase.RUNNING, Phase.ENDING})
 
-TABLE: dict[tuple[Phase, Transition], Phase] = {
-    (Phase.GATHERING, Transition.TAKEOVER_BEGAN): Phase.TAKING_OVER,
-    (Phase.TAKING_OVER, Transition.TAKEOVER_ENDED): Phase.ENDING,
-    (Phase.GATHERING, Transition.CLAIM_SENT): Phase.CLAIMING,
-    (Phase.CLAIMING, Transition.CLAIM_GRANTED): Phase.GATHERING,
-    (Phase.GATHERING, Transition.ANNOUNCED): Phase.FORMING,
-    (Phase.FORMING, Transition.ALL_FORMED): Phase.RUNNING,
-    **{(phase, Transition.END_REQUESTED): Phase.ENDING for phase in IN_FLIGHT},
-    **{(phase, Transition.ALL_OUT): Phase.GATHERING for phase in IN_FLIGHT},
-    **{(phase, Transition.RUN_ENDED): Phase.OVER for phase in Phase if phase is not Phase.OVER},
+NEXT: dict[Phase, set[Phase]] = {
+    Phase.GATHERING: {Phase.CLAIMING, Phase.FORMING, Phase.TAKING_OVER, Phase.OVER},
+    Phase.CLAIMING: {Phase.GATHERING, Phase.OVER},
+    Phase.FORMING: {Phase.RUNNING, Phase.ENDING, Phase.GATHERING, Phase.OVER},
+    Phase.RUNNING: {Phase.ENDING, Phase.GATHERING, Phase.OVER},
+    Phase.ENDING: {Phase.ENDING, Phase.GATHERING, Phase.OVER},
+    Phase.TAKING_OVER: {Phase.ENDING, Phase.OVER},
+    Phase.OVER: set(),
 }
 
 
@@ -133,13 +117,15 @@ class RunState:
         """How many members a generation must have."""
         return 1 if self.stop is not None else min(self.min_workers, self.size)
 
-    def apply(self, transition: Transition) -> None:
-        """Change the phase. Raises KeyError if the table does not list the transition."""
-        self.phase = TABLE[self.phase, transition]
+    def enter(self, phase: Phase) -> None:
+        """Change the phase. Raises ValueError if it cannot follow the present one."""
+        if phase not in NEXT[self.phase]:
+            raise ValueError(f"{phase} cannot follow {self.phase}")
+        self.phase = phase
 
     def end(self, reason: str) -> None:
         """End the run: only the release of workers follows. The caller may report `reason`."""
-        self.apply(Transition.RUN_ENDED)
+        self.enter(Phase.OVER)
         self.reason = reason
         self.timers.cancel_all()
 

@@ -14,7 +14,7 @@ from elastic_dp.coordinator.generation import Generation
 from elastic_dp.coordinator.leadership import Leadership
 from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.coordinator.planning.worker_eligibility import WorkerEligibility
-from elastic_dp.coordinator.run_state import RunState, Transition
+from elastic_dp.coordinator.run_state import Phase, RunState
 from elastic_dp.coordinator.state_lineage import StateLineage
 from elastic_dp.coordinator.workers.worker_registry import WorkerRegistry
 from elastic_dp.coordinator.workers.worker_state import Stage
@@ -42,7 +42,7 @@ class Takeover:
         """Ask `workers` for their state and claim the generation after `highest_claimed`."""
         self._registry.inquiry = highest_claimed + 1
         self._lineage.established = established
-        self.run.apply(Transition.TAKEOVER_BEGAN)
+        self.run.enter(Phase.TAKING_OVER)
         self._generation.assume_running(highest_claimed, now)
         for worker_id in workers:
             self._registry.adopt(worker_id, now)

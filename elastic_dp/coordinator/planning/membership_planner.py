@@ -34,7 +34,7 @@ from elastic_dp.coordinator.planning.member_selection import (
     select_members,
 )
 from elastic_dp.coordinator.planning.worker_eligibility import WorkerEligibility
-from elastic_dp.coordinator.run_state import RunState, Transition
+from elastic_dp.coordinator.run_state import Phase, RunState
 from elastic_dp.coordinator.state_lineage import StateLineage
 from elastic_dp.coordinator.workers.worker_registry import WorkerRegistry
 from elastic_dp.coordinator.workers.worker_state import Stage, WorkerState
@@ -94,7 +94,7 @@ class MembershipPlanner:
             return
         if not self._generation.formed:
             self._exclude_unreachable(now)
-        self.run.apply(Transition.ALL_OUT)
+        self.run.enter(Phase.GATHERING)
         if self._generation.mismatch is not None:
             replace_differing(self._registry, self._generation, self._lineage, now)
         elif self._generation.pieces_lost:
@@ -262,7 +262,7 @@ class MembershipPlanner:
                 self.run.set_reason(blocked.reason)
             self.run.timers.wake(blocked.until)
         elif not self._has_number:
-            self.run.apply(Transition.CLAIM_SENT)
+            self.run.enter(Phase.CLAIMING)
             if not self._leadership.claiming:
                 self._leadership.claim(self._generation.number, now)
         else:
