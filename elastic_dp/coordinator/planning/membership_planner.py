@@ -10,7 +10,6 @@ until the others have made a step.
 
 import math
 from dataclasses import dataclass
-from enum import Enum, auto
 from itertools import chain
 
 from elastic_dp.coordinator import messages as m
@@ -51,16 +50,6 @@ class Blocked:
 
     reason: str = ""
     until: float = math.inf
-
-
-class StateLocation(Enum):
-    """Where the training state is while no generation trains."""
-
-    HELD = auto()  # by a worker
-    UNKNOWN = auto()  # by none, and the search for a checkpoint is not complete
-    COMMITTED = auto()  # in a checkpoint alone
-    INITIAL = auto()  # no step was made: a checkpoint counts, or the initial weights
-    LOST = auto()
 
 
 class MembershipPlanner:
@@ -220,14 +209,14 @@ class MembershipPlanner:
     def plan_next_generation(self, now: float) -> None:
         """While no generation trains: claim the next generation, form it, or end the run."""
         lineage = self._lineage
-        match self._state_location():
-            case StateLocation.UNKNOWN:
+        if not self._held_by_a_worker:
+            if not lineage.searched:
                 self._search_checkpoint()
                 return
-            case StateLocation.LOST:
-                run_termination.fail_without_state(self._registry, lineage.at_most, now)
-                return
-            case StateLocation.COMMITTED:
+            if lineage.established:  # a step was made: only a checkpoint counts
+                if lineage.checkpoint_step is None:
+                    run_termination.fail_without_state(self._registry, lineage.at_most, now)
+                    return
                 self._go_back()
         source = None if lineage.established else self._eligibility.find_initial_source(now)
         stop, step = self.run.stop, lineage.checkpoint_step
@@ -282,17 +271,11 @@ class MembershipPlanner:
             case Unneeded():
                 self.run.set_reason("suspended: the head node goes away")
 
-    def _state_location(self) -> StateLocation:
-        """Return where the state is. Changes nothing."""
-        lineage = self._lineage
-        holders = chain(self._generation.members.values(), self._registry.retained.values())
-        if any(worker.has_state for worker in holders):  # usually the first worker has
-            return StateLocation.HELD
-        if not lineage.searched:
-            return StateLocation.UNKNOWN
-        if not lineage.established:
-            return StateLocation.INITIAL
-        return StateLocation.LOST if lineage.checkpoint_step is None else StateLocation.COMMITTED
+    @property
+    def _held_by_a_worker(self) -> bool:
+        """Whether a worker has the training state; usually the first one has."""
+        at_hand = chain(self._generation.members.values(), self._registry.retained.values())
+        return any(worker.has_state for worker in at_hand)
 
     def _search_checkpoint(self) -> None:
         if self._lineage.search():
