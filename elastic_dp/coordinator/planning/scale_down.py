@@ -6,7 +6,7 @@ others; within each kind, those with most workers first. Further workers leave t
 the fewest would remain. Among equals, the last in the list leave first.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from elastic_dp.coordinator.workers.worker_state import WorkerState
 
@@ -26,32 +26,25 @@ def choose_departing(
         return []
     homeless = [worker for worker in reversed(workers) if not worker.location.node]
     chosen = [(worker, "the newest worker leaves first") for worker in homeless[:count]]
-    if len(chosen) == count:
-        return chosen
     emptying = {worker.location.node for worker in draining} - {""}
     nodes: dict[str, list[WorkerState]] = {}
     for worker in reversed(workers):
         if worker.location.node:
             nodes.setdefault(worker.location.node, []).append(worker)
     occupied = {worker.location.node for worker in others}
-    for node, group in sorted(nodes.items(), key=lambda item: _to_empty(item[1], emptying)):
+
+    def order(group: list[WorkerState]) -> tuple[bool, bool]:
+        location = group[0].location
+        return location.node not in emptying, not location.spot
+
+    for node, group in sorted(nodes.items(), key=lambda item: (order(item[1]), -len(item[1]))):
         if node not in occupied and len(group) <= count - len(chosen):
             chosen += [(worker, _emptied(worker)) for worker in group]
             del nodes[node]
-    for group in sorted(nodes.values(), key=lambda group: _to_thin(group, emptying)):
-        rest = group[: max(0, count - len(chosen))]
+    for group in sorted(nodes.values(), key=lambda group: (order(group), len(group))):
+        rest = group[: count - len(chosen)]
         chosen += [(worker, "other workers stay on its node") for worker in rest]
     return chosen
-
-
-def _to_empty(group: list[WorkerState], emptying: Collection[str]) -> tuple[bool, bool, int]:
-    location = group[0].location
-    return location.node not in emptying, not location.spot, -len(group)
-
-
-def _to_thin(group: list[WorkerState], emptying: Collection[str]) -> tuple[bool, bool, int]:
-    location = group[0].location
-    return location.node not in emptying, not location.spot, len(group)
 
 
 def _emptied(worker: WorkerState) -> str:

@@ -21,8 +21,7 @@ class FailureDetector:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._heartbeat_received: OrderedDict[WorkerId, float] = OrderedDict()
-        self._overdue: set[WorkerId] = set()  # found overdue, and neither heard nor forgotten since
-        # silent workers, and the time before which they are not evicted
+        # workers that are overdue, and the time before which they are not evicted
         self.excused: dict[WorkerId, float] = {}
         self.awake_since = -math.inf
         self.due = math.inf  # when the next worker becomes overdue, as far as is known
@@ -31,14 +30,13 @@ class FailureDetector:
         """Record that a message of the worker arrived."""
         self._heartbeat_received[worker] = now
         self._heartbeat_received.move_to_end(worker)
-        self._overdue.discard(worker)
+        self.excused.pop(worker, None)
         if self.due == math.inf:
             self._look()
 
     def forget(self, worker: WorkerId) -> None:
         """Stop watching the worker."""
         self._heartbeat_received.pop(worker, None)
-        self._overdue.discard(worker)
         self.excused.pop(worker, None)
         if not self._heartbeat_received:
             self.due = math.inf
@@ -46,7 +44,7 @@ class FailureDetector:
     @property
     def watches_any(self) -> bool:
         """Whether any worker is watched."""
-        return bool(self._heartbeat_received or self._overdue)
+        return bool(self._heartbeat_received or self.excused)
 
     def was_away(self, now: float) -> None:
         """Record that the coordinator slept until `now`: silence until then proves nothing."""
@@ -62,10 +60,6 @@ class FailureDetector:
         before which it may not be evicted.
         """
         overdue = self._take_overdue(now) if now >= self.due + patience_s else []
-        if not overdue and not self.excused:
-            return []
-        for worker in [worker for worker in self.excused if worker in self._heartbeat_received]:
-            del self.excused[worker]
         again = [worker for worker, until in self.excused.items() if now >= until + patience_s]
         silent: list[WorkerId] = []
         for worker in overdue + again:
@@ -86,7 +80,6 @@ class FailureDetector:
                 break
             worker, _ = self._heartbeat_received.popitem(last=False)
             late.append(worker)
-            self._overdue.add(worker)
             self._look()
         return late
 

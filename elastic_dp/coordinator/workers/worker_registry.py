@@ -231,13 +231,9 @@ class WorkerRegistry:
         """Release workers above the new size, unless they have state."""
         self.unfilled = 0
         surplus = len(self.provisioned) - self.target_size
-        if surplus <= 0:
-            return
         provisioned = [w for w in self.workers.values() if w.id in self.provisioned]
         source = self._lineage.initial_source
         loose = [w for w in provisioned if w.stage in EXPENDABLE_STAGES and w.id != source]
-        if not loose:
-            return
         held = [w for w in provisioned if w.stage not in EXPENDABLE_STAGES or w.id == source]
         draining = [worker for worker in self.workers.values() if worker.draining]
         for worker, why in choose_departing(loose, surplus, held, draining):
