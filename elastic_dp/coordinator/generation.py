@@ -18,7 +18,8 @@ from elastic_dp.wording import counted, first_few
 
 BEFORE_TRAINING = frozenset({"start", "wait", "form", "give", "receive", "restore"})
 REMIND_BEATS = 32  # at most so many heartbeats between two reminders to a worker
-LOST_REPORT_BEATS = 3  # after so many "done" heartbeats the WorkerFinished report counts as lost
+# once a worker has reported "done" again so often, its WorkerFinished counts as lost
+LOST_REPORT_BEATS = 2
 
 
 @dataclass(slots=True)
@@ -257,7 +258,7 @@ class Generation:
         """Abort if the heartbeat shows that the worker has left and its report of that was lost."""
         if phase == "wait":
             self.abort(f"{worker.id} waits, its report was lost")
-        elif phase == "done" and worker.seems_done(LOST_REPORT_BEATS):
+        elif worker.progress.repeats(self.number, "done") >= LOST_REPORT_BEATS:
             self.abort(f"{worker.id} is done, its report was lost")
 
     def _remind(self, worker: WorkerState) -> None:

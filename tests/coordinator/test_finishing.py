@@ -38,6 +38,15 @@ def test_member_that_did_not_finish_is_brought_to_the_end():
     assert scenario.ever(m.FinishRun)
 
 
+def test_a_member_whose_last_report_was_lost_is_asked_again():
+    """What it does shows that it has left: it waits, or is done for some heartbeats."""
+    for phase, beats in (("wait", 1), ("done", 4)):
+        scenario = Scenario.training("w1", "w2")
+        heard = [scenario.hear("w2", phase=phase, step=7) for _ in range(beats)]
+        asked = [m.AbortGeneration("w2", 1) in said for said in heard]
+        assert asked == [False] * (beats - 1) + [True]
+
+
 def test_weights_that_differ_are_said_aloud():
     scenario = Scenario.training("w1", "w2")
     scenario.tell(finished("w1", "D"))

@@ -50,6 +50,10 @@ class HeartbeatProgress:
     def phase(self) -> str:
         return self.where[2]
 
+    def repeats(self, generation: int, phase: str) -> int:
+        """Return how many heartbeats have repeated this phase; 0 if the latest has another one."""
+        return self.beats if self.where[::2] == (generation, phase) else 0
+
     def restart(self) -> None:
         """Count from now on: what the worker did so far does not matter."""
         self._cpu_s_before += self.cpu_s
@@ -98,7 +102,6 @@ class WorkerState:
     leave_reason: str = ""
     failed_joins: int = 0
     reminded_beats: int = 0  # heartbeats since it was sent a command that it has not acted on
-    done_beats: int = 0  # "done" heartbeats without a WorkerFinished report
     progress: HeartbeatProgress = field(default_factory=HeartbeatProgress)
     stuck: bool = False  # evicted because it was stuck
     virtual_s: float = 0.0  # time for one virtual worker, as last measured; 0: not known
@@ -128,17 +131,7 @@ class WorkerState:
     # --------------------------------------------------------------- its part in a generation
 
     def enter(self, generation: int) -> None:
-        self.entered, self.done_beats, self.reminded_beats = generation, 0, 0
-
-    def seems_done(self, limit: int) -> bool:
-        """Count a heartbeat that shows the worker done without a report. Return whether it is
-        number `limit`.
-        """
-        self.done_beats += 1
-        if self.done_beats < limit:
-            return False
-        self.done_beats = 0
-        return True
+        self.entered, self.reminded_beats = generation, 0
 
     def stopped(self, event: m.WorkerStopped) -> None:
         self.position, self.has_state, self.at_head = event.position, event.has_state, event.at_head
