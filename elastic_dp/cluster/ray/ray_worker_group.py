@@ -68,7 +68,6 @@ class RayWorkerGroup:
         prepare_environment(environment, spec.scaling.num_threads)
         self.warm_processes = WarmProcesses(environment)
         self._asked_for_metrics = -_ASKED_EACH_S  # when
-        self._lock = threading.Lock()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._notes = OutageNotice("looking for the nodes of lost workers", controller.say)
@@ -185,8 +184,7 @@ class RayWorkerGroup:
         return dict(self._actors)
 
     def _watch(self, worker: WorkerId, actor: Any) -> None:
-        with self._lock:
-            self._actors[worker] = actor
+        self._actors[worker] = actor
         actor.run.remote().future().add_done_callback(lambda f: self._ended(worker, actor, f))
 
     def nodes(self) -> dict[WorkerId, str]:
@@ -231,8 +229,7 @@ class RayWorkerGroup:
 
     def _ended(self, worker: WorkerId, actor: Any, future: Any) -> None:
         error = future.exception()
-        with self._lock:
-            self._actors.pop(worker, None)
+        self._actors.pop(worker, None)
         if isinstance(error, ray.exceptions.RayTaskError):
             # The worker raised, and holds its node's GPU until it is killed. Not in this thread of
             # Ray, where that call never returns.
