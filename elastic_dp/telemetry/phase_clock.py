@@ -77,10 +77,3 @@ class PhaseClock:
         counts = self._part is not None and self._part not in self._step
         index = PhaseTimes._fields.index(self._part) if counts else -1
         return (*self._seconds.values(), index, self._since)
-
-    def times(self, now: float) -> PhaseTimes:
-        """Return the times up to `now`, without the step in flight."""
-        *seconds, index, since = self.state
-        if index >= 0:
-            seconds[int(index)] += now - since
-        return PhaseTimes(*seconds)

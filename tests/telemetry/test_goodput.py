@@ -130,7 +130,7 @@ def test_undone_step_is_redone_and_a_committed_one_counts_for_its_parts():
     times = [(0, "start"), (5, "wait"), (6, "form"), (7, "compute"), (8, "data"), (10, "compute")]
     for now, phase in [*times, (13, "collective"), (14, "apply"), (15, "body")]:
         clock.enter(phase, now)
-    assert clock.times(now) == PhaseTimes(data=2, compute=4, collective=1, other=1, pause=1)
+    assert PhaseTimes.of(clock.state) == PhaseTimes(2, 4, 1, 1, pause=1)
     for now, phase in [(16, "compute"), (18, "collective"), (21, "wait"), (22, "form")]:
         clock.enter(phase, now)
-    assert clock.times(now) == PhaseTimes(2, 4, 1, 2, pause=2, redone=5)
+    assert PhaseTimes.of(clock.state) == PhaseTimes(2, 4, 1, 2, pause=2, redone=5)
