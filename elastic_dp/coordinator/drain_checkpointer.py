@@ -35,7 +35,6 @@ from elastic_dp.wording import first_few
 
 NOTICE_WINDOW_S = 1.0  # notices within one second cause one checkpoint
 HEAD_GRACE_S = 30.0  # a head that is there so long after its deadline was not taken away
-MEMBERS_TOLD = 2  # members that are told; one would do, but it may be about to leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +137,7 @@ class DrainCheckpointer:
         self._request_ahead_at = now + NOTICE_WINDOW_S
         if not self._requested_for.issuperset(self._generation.draining):
             self._requested_for.update(self._generation.draining)
-            members = self._generation.members.values()
-            for worker in sorted(members, key=lambda worker: worker.draining)[:MEMBERS_TOLD]:
-                self.run.emit(m.TakeCheckpoint(worker.id))
+            self.request()
 
     def due(self, now: float) -> list[WorkerState]:
         """Return the draining workers whose time to leave has come.

@@ -104,16 +104,12 @@ class WorkerRegistry:
         self.ready[worker.id] = worker
 
     def mark_members(self, now: float) -> None:
-        """Move all members of the present generation in one go, since there may be thousands."""
-        members = self._generation.members
-        self.ready = {w.id: w for w in self.ready.values() if w.id not in members}
-        self.retained = {w.id: w for w in self.retained.values() if w.id not in members}
+        """Move all members of the present generation to that stage."""
+        for worker in self._generation.members.values():
+            self.ready.pop(worker.id, None)
+            self.retained.pop(worker.id, None)
+            self.move(worker, Stage.MEMBER, now)
         self.ready_since = now if self.ready else math.inf
-        member = Stage.MEMBER  # looking it up takes longer than the rest
-        for worker in members.values():
-            worker.move(member, now)
-        self.provisioned.update(members)
-        self.provisioned.difference_update(self._generation.draining)
 
     def move(self, worker: WorkerState, stage: Stage, now: float) -> None:
         """Move a worker to another stage."""
