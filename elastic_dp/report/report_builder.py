@@ -82,7 +82,7 @@ class ReportBuilder:
         self,
         now: float,
         *,
-        stored: Collection[int] | None = None,
+        stored: Collection[int] = (),
         result: Result | None = None,
     ) -> Report:
         """Return the report at `now` (of `time.time`), or at the end of the run.
@@ -316,7 +316,7 @@ class ReportBuilder:
 
     def _commit(self, now: float, step: int, seconds: float | None) -> None:
         self._reach(step)
-        if self._checkpoints.commit(CheckpointRow(step, now, seconds, None)):
+        if self._checkpoints.commit(CheckpointRow(step, now, seconds, stored=False)):
             self._add(now, EventKind.CHECKPOINT, f"checkpoint of step {step}", seconds=seconds)
 
 
@@ -425,15 +425,12 @@ class _Checkpoints:
         """The run goes on from here: later checkpoints do not belong to it any more."""
         self._rows = {each: row for each, row in self._rows.items() if each <= step}
 
-    def rows(self, stored: Collection[int] | None) -> list[CheckpointRow]:
+    def rows(self, stored: Collection[int]) -> list[CheckpointRow]:
         """Return the checkpoints by step, with those that only the store has."""
-        there = set(stored or ())
-        known = {
-            step: dataclasses.replace(row, stored=None if stored is None else step in there)
-            for step, row in self._rows.items()
-        }
-        others = {step: CheckpointRow(step, None, None, True) for step in there - known.keys()}
-        return [row for _, row in sorted((known | others).items())]
+        found = {step: CheckpointRow(step, None, None, stored=True) for step in stored}
+        for step, row in self._rows.items():
+            found[step] = dataclasses.replace(row, stored=step in stored)
+        return [row for _, row in sorted(found.items())]
 
 
 def _text(value: Any) -> str:

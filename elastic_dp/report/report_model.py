@@ -121,13 +121,13 @@ class WorkerRow:
 class CheckpointRow:
     """One checkpoint. `seconds` from its snapshot to its commit; None: the journal does not say.
 
-    `stored`: it is in the store; None: nobody looked.
+    `stored`: it is in the store.
     """
 
     step: int
     time: float | None
     seconds: float | None
-    stored: bool | None
+    stored: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +175,9 @@ class Report:
 
     @property
     def newest_checkpoint(self) -> CheckpointRow | None:
-        """Of a run that goes on also one that nobody has looked for since it was committed."""
+        """Of a run that goes on also one that was committed since somebody looked at the store."""
         goes_on = self.phase is RunPhase.RUNNING
-        rows = (row for row in self.checkpoints if goes_on or row.stored is not False)
+        rows = (row for row in self.checkpoints if goes_on or row.stored)
         return max(rows, key=lambda row: row.step, default=None)
 
     def to_json(self) -> dict[str, Any]:

@@ -99,7 +99,6 @@ def test_checkpoints_say_how_long_they_took_and_whether_they_are_stored():
     assert [(row.step, row.stored) for row in report.checkpoints] == [(4, True), (6, True)]
     assert report.checkpoints[0].seconds == 0.5
     assert [row.stored for row in report_of(night(), stored=()).checkpoints] == [False]
-    assert [row.stored for row in report_of(night()).checkpoints] == [None]
 
 
 def test_verdict_of_a_finished_run_has_three_sentences():

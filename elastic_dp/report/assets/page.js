@@ -214,7 +214,7 @@ const SHOW = {
   },
   checkpoints() {
     fill($("checkpoints-body"), table("Checkpoints, the newest first", [["step", "number"], ["committed", "time"], ["took", "number"], ["stored"]],
-      report.checkpoints.slice().reverse().map((row) => [row.step, when(row.time), duration(row.seconds), row.stored === null ? "unknown" : row.stored ? "yes" : "deleted"])));
+      report.checkpoints.slice().reverse().map((row) => [row.step, when(row.time), duration(row.seconds), row.stored ? "yes" : "deleted"])));
   },
   decisions() {
     fill($("decisions-body"), table("Decisions and their reasons, the newest first", [["time", "time"], ["decision"]],
