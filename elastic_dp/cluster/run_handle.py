@@ -106,10 +106,12 @@ class Run:
         If the Ray cluster ends with this process, the run makes a checkpoint and ends first.
         Otherwise it continues.
         """
+        from elastic_dp.cluster.ray import private
+
         if self._end is not None:
             return
         name = self._spec.name
-        if not ray_ends_with_us():
+        if not private.owns_cluster():
             progress.say(
                 f"the run {name} goes on without this process; {console.AGAIN} following it, "
                 f"elastic-dp stop {name} "
@@ -301,13 +303,6 @@ def ask(controller: Any, method: str, *args: Any, patience_s: float) -> Any:
             if time.monotonic() > until:
                 raise
             time.sleep(_AGAIN_S)
-
-
-def ray_ends_with_us() -> bool:
-    """Return whether this process started the Ray cluster, so that both end together."""
-    from elastic_dp.cluster.ray import private
-
-    return private.owns_cluster()
 
 
 def error_of(outcome: RunOutcome) -> Exception:

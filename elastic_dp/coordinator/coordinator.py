@@ -379,8 +379,9 @@ class Coordinator:
             self._hang_detector.heartbeat_received(worker, event, now)
 
     def _note_step(self, step: int, now: float) -> None:
-        before, since = self._generation.steps.step, self._generation.steps.at
-        if self._generation.note_step(step, now):
+        steps = self._generation.steps
+        before, since = steps.step, steps.at
+        if steps.note(step, now, self.config.heartbeat_interval_s):
             self._hang_detector.stepped(step - before, now - since)
             self._registry.progressed(step, now)
 

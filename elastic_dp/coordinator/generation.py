@@ -216,10 +216,6 @@ class Generation:
 
     # ------------------------------------------------------------------------- heartbeats
 
-    def note_step(self, step: int, now: float) -> bool:
-        """Record a reported step. Return whether it is a new one."""
-        return self.steps.note(step, now, self.run.config.heartbeat_interval_s)
-
     def is_in_earlier_generation(self, event: m.HeartbeatReceived) -> bool:
         """Return whether the worker trains in an earlier generation, so its lease must not be
         renewed.
@@ -272,17 +268,14 @@ class Generation:
         if self.run.phase is Phase.ENDING:
             self._tell_end(worker)
         elif self.run.stop is not None:
-            self._tell_stop(worker, self.run.stop)
+            self.run.emit(m.StopTraining(worker.id, self.run.stop.reason))
 
     def tell_to_stop(self) -> None:
         """If a stop was requested, tell every member. The members agree on the step."""
         if self.run.stop is not None:
             for worker in self.members.values():
                 worker.reminded_beats = 0
-                self._tell_stop(worker, self.run.stop)
-
-    def _tell_stop(self, worker: WorkerState, stop: m.StopRequested) -> None:
-        self.run.emit(m.StopTraining(worker.id, stop.reason))
+                self.run.emit(m.StopTraining(worker.id, self.run.stop.reason))
 
     # ---------------------------------------------------------------------------- the end
 

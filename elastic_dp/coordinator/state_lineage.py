@@ -43,11 +43,6 @@ class StateLineage:
         self.established = True
         self.lineage_id = max(self.lineage_id, lineage_id)
 
-    def search(self) -> bool:
-        """Note that a checkpoint is needed. Return whether the search must be requested."""
-        first, self.searching = not self.searching, True
-        return first
-
     def found(self, step: int | None) -> None:
         """Record the answer: the step of the newest checkpoint, or None."""
         self.searching, self.searched, self.checkpoint_step = False, True, step

@@ -227,7 +227,7 @@ def test_ctrl_c_after_the_last_step_does_not_promise_that_the_run_goes_on(
 ):
     result = Result.__new__(Result)
     outcome = RunOutcome(result=result, step=60, reason=reason)
-    monkeypatch.setattr("elastic_dp.cluster.run_handle.ray_ends_with_us", lambda: True)
+    monkeypatch.setattr("elastic_dp.cluster.ray.private.owns_cluster", lambda: True)
     monkeypatch.setattr(Run, "_ask", lambda run, method, *of: outcome if method == "wait" else None)
     texts = []
     progress = type("Said", (), {"say": staticmethod(texts.append)})

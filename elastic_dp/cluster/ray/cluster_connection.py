@@ -10,7 +10,6 @@ import time
 import ray
 
 from elastic_dp.cluster.ray import private
-from elastic_dp.cluster.run_handle import ray_ends_with_us
 from elastic_dp.cluster.runs.ray_kv_state import mark_owner
 from elastic_dp.errors import ClusterError
 
@@ -89,7 +88,7 @@ def connect_or_start() -> None:
         connect(None)
     elif not ray.is_initialized():
         _start_local()
-    if ray_ends_with_us():
+    if private.owns_cluster():
         mark_owner()
 
 

@@ -133,12 +133,9 @@ def membership_of(
         for worker in selection.members
     ]
     shares = retain_ranges(ranges, finished) if any(finished) else tuple((one,) for one in ranges)
-    new = tuple.__new__  # `Member(...)` takes twice as long, and there may be thousands
     members = tuple(
-        [
-            new(Member, (worker.id, share, worker.position, worker.has_state))
-            for worker, share in zip(selection.members, shares, strict=True)
-        ]
+        Member(worker.id, share, worker.position, worker.has_state)
+        for worker, share in zip(selection.members, shares, strict=True)
     )
     source = selection.source.id
     return Membership(

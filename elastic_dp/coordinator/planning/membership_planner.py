@@ -278,7 +278,8 @@ class MembershipPlanner:
         return any(worker.has_state for worker in at_hand)
 
     def _search_checkpoint(self) -> None:
-        if self._lineage.search():
+        if not self._lineage.searching:
+            self._lineage.searching = True
             self.run.emit(m.FindCheckpoint(self._lineage.at_most))
         self.run.set_reason("looking for a checkpoint")
 

@@ -22,7 +22,7 @@ def starts(monkeypatch):
     monkeypatch.setattr(cluster_connection.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(cluster_connection.ray, "init", init)
     monkeypatch.setattr(cluster_connection.ray, "shutdown", lambda: seen.append("shutdown"))
-    monkeypatch.setattr(cluster_connection, "ray_ends_with_us", lambda: False)
+    monkeypatch.setattr(cluster_connection.private, "owns_cluster", lambda: False)
     return ends, seen
 
 
