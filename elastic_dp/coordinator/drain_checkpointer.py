@@ -23,7 +23,6 @@ because a message or a write may be lost.
 """
 
 import math
-from dataclasses import dataclass
 
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.generation import Generation
@@ -35,34 +34,6 @@ from elastic_dp.wording import first_few
 
 NOTICE_WINDOW_S = 1.0  # notices within one second cause one checkpoint
 HEAD_GRACE_S = 30.0  # a head that is there so long after its deadline was not taken away
-
-
-@dataclass(frozen=True, slots=True)
-class Unneeded:
-    """There is no state yet, or none that can be written in time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """The state of this step is committed, so the draining workers may leave."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Write:
-    """These workers have the newest state and must write it before any of them leaves."""
-
-    step: int
-    writers: tuple[WorkerId, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AwaitCommit:
-    """The write was requested, and nothing has changed since."""
-
-
-CheckpointDecision = Unneeded | Committed | Write | AwaitCommit
 
 
 class DrainCheckpointer:
@@ -80,9 +51,10 @@ class DrainCheckpointer:
         self._due: list[WorkerState] = []
         self._due_of: tuple[object, ...] = ()
         self._due_until = -math.inf
-        self._blocked_in: tuple[object, ...] = ()  # likewise for `decide`
-        self._blocked_until = -math.inf
-        self._last_write = Write(0, ())
+        self.saved_step = 0  # see `awaits_commit`
+        self._awaits_in: tuple[object, ...] = ()  # likewise for `awaits_commit`
+        self._awaits_until = -math.inf
+        self._last_write: tuple[int, tuple[WorkerId, ...]] = 0, ()  # step and writers
         self._repeat_at = math.inf
 
     def request(self) -> None:
@@ -176,48 +148,41 @@ class DrainCheckpointer:
     def last_deadline(self, due: list[WorkerState]) -> float:
         return max([worker.leave_at for worker in due]) + self.run.config.drain_margin_s
 
-    def decide(self, due: list[WorkerState], until: float, now: float) -> CheckpointDecision:
-        """Return what must happen before the workers in `due` leave. Changes nothing.
+    def awaits_commit(self, due: list[WorkerState], until: float, now: float) -> bool:
+        """Have the newest state written before the workers in `due` leave. Return whether its
+        commit, which is possible `until` then, must be waited for. If not, `saved_step` is the step
+        that is committed, or 0 if there is no state, or none that can be written in time.
 
-        All members have stopped. A write can be committed `until` then.
+        All members have stopped. Those that write are told again when something changes, and after
+        a while.
         """
-        if self._commit_situation(due) == self._blocked_in and now < self._blocked_until:
-            return AwaitCommit()
+        situation = (*self._situation(), self.committed_step, len(due))
+        if situation == self._awaits_in and now < self._awaits_until:
+            return True
         holders = (*self._generation.members.values(), *self._registry.retained.values())
         top = max([worker.position for worker in holders if worker.has_state], default=START)
         writers = tuple([w.id for w in holders if w.has_state and w.position == top and w.at_head])
+        self.saved_step = 0
         if top.ended or not top.step or not writers or now >= until:
-            return Unneeded()
+            return False
         if self.committed_step >= top.step:
-            return Committed(self.committed_step)
-        return Write(top.step, writers)
-
-    def release(self, due: list[WorkerState], step: int, now: float) -> None:
-        """Release the workers that had to leave: the state after `step` is committed."""
-        for worker in due:
-            reason = f"its node goes away, and the state after step {step} is committed"
-            self._registry.release(worker, reason, now)
-
-    def request_write(self, write: Write, due: list[WorkerState], until: float, now: float) -> None:
-        """Tell the writers, and look again when something changes or they should be told again."""
-        self._tell_writers(write, now)
-        self._blocked_in = self._commit_situation(due)
-        self._blocked_until = min(self._repeat_at, until)
-        self.run.timers.wake(self._blocked_until)
+            self.saved_step = self.committed_step
+            return False
+        if (top.step, writers) != self._last_write or now >= self._repeat_at:
+            self._last_write = top.step, writers
+            self._repeat_at = now + self.run.config.drain_margin_s / 3
+            for worker_id in writers:
+                self.run.emit(m.WriteDrainCheckpoint(worker_id, self._generation.number, writers))
+        self._awaits_in, self._awaits_until = situation, min(self._repeat_at, until)
+        self.run.timers.wake(self._awaits_until)
         who = first_few(worker.id for worker in due) or "the head node"
         self.run.set_reason(
-            f"{who} must leave; waiting for the commit of the state after step {write.step}"
+            f"{who} must leave; waiting for the commit of the state after step {top.step}"
         )
+        return True
 
-    def _commit_situation(self, due: list[WorkerState]) -> tuple[object, ...]:
-        """Return a key that changes whenever another decision may follow before the time."""
-        return (*self._situation(), self.committed_step, len(due))
-
-    def _tell_writers(self, write: Write, now: float) -> None:
-        if write != self._last_write or now >= self._repeat_at:
-            self._last_write = write
-            self._repeat_at = now + self.run.config.drain_margin_s / 3
-            for worker_id in write.writers:
-                self.run.emit(
-                    m.WriteDrainCheckpoint(worker_id, self._generation.number, write.writers)
-                )
+    def release(self, due: list[WorkerState], now: float) -> None:
+        """Release the workers that had to leave: the state after `saved_step` is committed."""
+        for worker in due:
+            reason = f"its node goes away, and the state after step {self.saved_step} is committed"
+            self._registry.release(worker, reason, now)

@@ -9,18 +9,11 @@ until the others have made a step.
 """
 
 import math
-from dataclasses import dataclass
 from itertools import chain
 
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator import run_termination
-from elastic_dp.coordinator.drain_checkpointer import (
-    AwaitCommit,
-    Committed,
-    DrainCheckpointer,
-    Unneeded,
-    Write,
-)
+from elastic_dp.coordinator.drain_checkpointer import DrainCheckpointer
 from elastic_dp.coordinator.generation import Generation
 from elastic_dp.coordinator.leadership import Leadership
 from elastic_dp.coordinator.messages import WorkerId
@@ -40,16 +33,6 @@ from elastic_dp.coordinator.workers.worker_state import Stage, WorkerState
 from elastic_dp.wording import counted
 
 MAX_IN_A_ROW = 3  # mismatches without a step in between after which all weights were equal
-
-
-@dataclass(frozen=True, slots=True)
-class Blocked:
-    """No generation can be formed yet. `reason` is reported, if there is one; `until` is when to
-    look again.
-    """
-
-    reason: str = ""
-    until: float = math.inf
 
 
 class MembershipPlanner:
@@ -234,23 +217,15 @@ class MembershipPlanner:
         registry = self._registry
         stay = self._available - len(due) - len(registry.ready) + registry.successors
         if due and stay < self.run.min_members:
-            until = checkpointer.last_deadline(due)
-            match checkpointer.decide(due, until, now):
-                case AwaitCommit():
-                    return
-                case Write() as write:
-                    checkpointer.request_write(write, due, until, now)
-                    return
-                case Committed(step):
-                    checkpointer.release(due, step, now)
-                    self.plan_next_generation(now)
-                    return
-        blocked = self._blocked(source, now)
-        if blocked is not None:
-            if blocked.reason:
-                self.run.set_reason(blocked.reason)
-            self.run.timers.wake(blocked.until)
-        elif not self._has_number:
+            if checkpointer.awaits_commit(due, checkpointer.last_deadline(due), now):
+                return
+            if checkpointer.saved_step:
+                checkpointer.release(due, now)
+                self.plan_next_generation(now)
+                return
+        if self._must_wait(source, now):
+            return
+        if not self._has_number:
             self.run.enter(Phase.CLAIMING)
             if not self._leadership.claiming:
                 self._leadership.claim(self._generation.number, now)
@@ -260,16 +235,10 @@ class MembershipPlanner:
     def _suspend(self, until: float, now: float) -> None:
         """Commit the state and form no generation, because the head node goes away."""
         self.run.timers.wake(until)
-        match self._checkpointer.decide([], until, now):
-            case Write() as write:
-                self._checkpointer.request_write(write, [], until, now)
-            case Committed(step):
-                self.run.set_reason(
-                    f"suspended: the head node goes away, and the state after step {step} is "
-                    "committed"
-                )
-            case Unneeded():
-                self.run.set_reason("suspended: the head node goes away")
+        if not self._checkpointer.awaits_commit([], until, now):
+            step = self._checkpointer.saved_step
+            saved = f", and the state after step {step} is committed" if step else ""
+            self.run.set_reason(f"suspended: the head node goes away{saved}")
 
     @property
     def _held_by_a_worker(self) -> bool:
@@ -293,23 +262,25 @@ class MembershipPlanner:
         registry = self._registry
         return len(self._generation.members) + len(registry.ready) + len(registry.retained)
 
-    def _blocked(self, source: WorkerState | None, now: float) -> Blocked | None:
-        """Return what the next generation must wait for, or None. Changes nothing."""
+    def _must_wait(self, source: WorkerState | None, now: float) -> bool:
+        """Return whether the next generation must wait, and say for what."""
         run, generation = self.run, self._generation
         if self._available < run.min_members:
             needed = counted(run.min_members, "worker is ready", "workers are ready")
-            return Blocked(f"{self._available} of at least {needed}")
-        if not self._lineage.established and source is None:
-            return Blocked("waiting for the worker that is the source of the state")
-        if now < self._earliest_start():
-            return Blocked(until=self._earliest_start())
-        if not generation.fence.is_closed(now):
-            return Blocked(
-                f"a member of generation {generation.number} may be alive; "
-                "waiting for its lease to expire",
-                until=generation.fence.lease_until,
+            run.set_reason(f"{self._available} of at least {needed}")
+        elif not self._lineage.established and source is None:
+            run.set_reason("waiting for the worker that is the source of the state")
+        elif now < (start_at := self._earliest_start()):
+            run.timers.wake(start_at)
+        elif not generation.fence.is_closed(now):
+            run.set_reason(
+                f"a member of generation {generation.number} may be alive; waiting for its lease "
+                "to expire"
             )
-        return None
+            run.timers.wake(generation.fence.lease_until)
+        else:
+            return False
+        return True
 
     def _earliest_start(self) -> float:
         """Return the earliest time to form a generation: a burst of first workers makes one
