@@ -30,7 +30,6 @@ from elastic_dp.checkpoint.commit_record import CommitRecord
 from elastic_dp.checkpoint.layout import WORDS, Blob, TensorSpec, Unit, dtype_name, flat_bytes
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
 from elastic_dp.storage import StorageURL, Store
-from elastic_dp.storage.json_files import path_in
 
 
 @dataclass(frozen=True)
@@ -206,9 +205,5 @@ def _as_dict(state: LoadedState) -> dict[str, Any]:
 
 
 def _write(destination: str, content: Any) -> None:
-    folder, slash, name = destination.rpartition("/")
-    if folder.endswith(":/"):  # a URL without a folder
-        folder += "/"
-    options = destination.options if isinstance(destination, StorageURL) else None
-    store = Store(folder or slash or ".", options)
-    store.write(path_in(store, name), content)
+    store = Store(destination)
+    store.write(store.path, content)
