@@ -10,7 +10,6 @@ is short: then they are used again, and a generation needs no more memory than t
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -83,8 +82,7 @@ def _drop(handed: list[Abandoned], rested: threading.Event) -> None:
     _backend, operations, _store = handed.pop()
     rested.wait(REST_S)
     for operation in operations:
-        with contextlib.suppress(RuntimeError):
-            operation.work.wait()
+        operation.end()
 
 
 # ------------------------------------------------------------------- memory of the next generation

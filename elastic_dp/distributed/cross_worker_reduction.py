@@ -38,7 +38,6 @@ from elastic_dp.distributed.reduction_tree import (
     reduction_rounds,
 )
 
-GATHERED_BYTES = 4 << 20  # of all ranks in one all-gather: Gloo receives it in memory of its own
 _PIECE_NUMEL = 1 << 18  # elements that are added and checked while they are in the cache
 
 
@@ -290,16 +289,7 @@ class BucketReduction:
             )
             self._gathering = [operation]
         elif len(part) < len(self._total):
-            self._gathering = self._gather(part)
-
-    def _gather(self, part: torch.Tensor) -> list[Any]:
-        """Sends this rank's part of the whole sum to all."""
-        group = self._plan.group
-        width = max(1, GATHERED_BYTES // (group.world_size * part.element_size()))
-        if self._plan.on_device or len(part) <= width:
-            return [group.all_gather(self._total, part)]
-        parts = self._total.view(group.world_size, -1).split(width, dim=1)
-        return [group.all_gather(columns, columns[group.rank]) for columns in parts]
+            self._gathering = [self._plan.group.all_gather(self._total, part)]
 
     def sum_part(self) -> torch.Tensor:
         """Returns this rank's part of the sum, or the whole sum if the bucket is not divided."""

@@ -220,7 +220,7 @@ class DeviceTransport:
         self._poll(self.accelerator.record())
         self._unconfirmed.clear()
         for operation in self._staged:
-            if operation.sent is not None and operation.sent.work.is_completed():
+            if operation.sent is not None and operation.sent.is_over:
                 _staging_memory.give_back(operation.sources)
         self._staged.clear()
 

@@ -20,11 +20,10 @@ and each two members prove to each other that they hold the secret before the gr
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -51,28 +50,72 @@ OPERATION_TIMEOUT = timedelta(hours=24)
 # For members that are all there to connect, at the first attempt. A stranger that has taken a
 # connection costs this time.
 _CONNECTING_LIMIT, _CONNECTING_LIMIT_OF_A_RANK = timedelta(seconds=5), timedelta(milliseconds=20)
-# What is gathered at once, of all ranks: always, and where members share no link.
-_AT_ONCE_BYTES, _AT_ONCE_BYTES_ALONE = 64 << 10, 4 << 20
+# What is gathered in one all-to-all: of all ranks, and of each rank where members share no link.
+_AT_ONCE_BYTES, _AT_ONCE_BYTES_ALONE = 64 << 10, 128 << 10
 _PROOF_BYTES = 32
-_WATCH_TAG, _FOR_EVER = 1, timedelta(days=3650)  # else Gloo takes the time that it had to form
+_GATHER_TAG, _WATCH_TAG = 0, 1
+_FOR_EVER = timedelta(days=3650)  # else Gloo takes the time that it had to form
+RING_BYTES = 4 << 20  # of all ranks, in one all-gather of Gloo, which makes room for them
 _LENGTH_BYTES, _FIRST_CAPACITY = 4, 512  # of a record that is gathered
 
 
 class Operation:
-    """A collective in flight, and the tensors that it may still access."""
+    """An exchange in flight, and the tensors that it may still access."""
 
-    __slots__ = ("buffers", "done", "work")
+    __slots__ = ("_ending", "_works", "buffers", "done", "failure")
 
-    def __init__(self, buffers: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, *buffers: torch.Tensor) -> None:
         self.done = threading.Event()  # set only if a thread waits, or by an abort
+        self.failure: Exception | None = None  # the first one
         self.buffers = buffers
-        self.work: Any = None
+        self._works: list[Any] = []  # those that may not have ended
+        self._ending = threading.Lock()
+
+    def start(self, launch: Callable[[], Any]) -> None:
+        """Adds a part, unless launching it fails."""
+        try:
+            self._works.append(launch())
+        except RuntimeError as error:
+            self._fail(error)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it can no longer access its buffers; also where it failed. A send or a receive is
+        not over before a thread has waited for it."""
+        return all(work.is_completed() for work in [*self._works])
 
     def may_access(self, memory: torch.Tensor) -> bool:
         """Whether the operation is in flight and has a buffer in this memory."""
         address = memory.untyped_storage().data_ptr()
         buffers = (buffer.untyped_storage().data_ptr() for buffer in self.buffers)
-        return address in buffers and not self.work.is_completed()
+        return address in buffers and not self.is_over
+
+    def set_done_at_end(self) -> None:
+        if len(self._works) == 1:
+            # Asked for only now: a callback takes the interpreter's lock from a thread that
+            # computes.
+            self._works[0].get_future().add_done_callback(lambda _: self.done.set())
+        else:  # a send or a receive has no such callback
+            background("gather", self.end).start()
+
+    def end(self) -> None:
+        """Waits until it is over. One thread at a time does: a send or a receive can be waited for
+        once."""
+        with self._ending:
+            while self._works:
+                try:
+                    self._works[0].wait(_FOR_EVER)
+                except Exception as error:
+                    self._fail(error)
+                del self._works[0]
+        self.done.set()
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise CollectiveFailed(str(self.failure).splitlines()[0]) from self.failure
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = self.failure or error.with_traceback(None)  # whose frames keep memory
 
 
 class ProcessGroup:
@@ -127,15 +170,15 @@ class ProcessGroup:
 
     @property
     def lost_peer(self) -> str | None:
-        return None if self._watch is None else self._watch.lost
+        failure = None if self._watch is None else self._watch.receiving.failure
+        return None if failure is None else str(failure).splitlines()[0]
 
     # ------------------------------------------------------------------------------- collectives
 
     def all_reduce(self, tensor: torch.Tensor) -> Operation:
         """Sums `tensor` over all ranks in place, with the backend's own algorithm."""
-        return self._launch(
-            (tensor,), lambda: self._backend.allreduce([tensor], c10d.AllreduceOptions())
-        )
+        options = c10d.AllreduceOptions()
+        return self._launch([tensor], partial(self._backend.allreduce, [tensor], options))
 
     def all_to_all(
         self,
@@ -145,60 +188,62 @@ class ProcessGroup:
         input_sizes: Sequence[int],
     ) -> Operation:
         """Sends part r of the flat `input` to rank r, and receives part r of `output` from it."""
-        return self._launch(
-            (output, input),
-            lambda: self._backend.alltoall_base(
-                output, input, list(output_sizes), list(input_sizes), c10d.AllToAllOptions()
-            ),
-        )
+        sizes, options = (list(output_sizes), list(input_sizes)), c10d.AllToAllOptions()
+        start = partial(self._backend.alltoall_base, output, input, *sizes, options)
+        return self._launch([output, input], start)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Operation:
-        """Gathers the flat `input` of all ranks in `output`: one after another, or in its rows.
-        Small tensors go to all ranks at once. Gloo's own all-gather is a ring: a hop for each other
-        rank, and twice the processor time. But what several members gather leaves their node once.
-        """
-        limit = _AT_ONCE_BYTES if self._shares_links else _AT_ONCE_BYTES_ALONE
-        if output.nbytes <= limit and output.is_contiguous():
-            return self._gather_at_once(output.view(-1), input)
-        return self._launch(
-            (output, input),
-            lambda: (
-                self._backend.allgather([list(output)], [input], c10d.AllgatherOptions())
-                if output.dim() == 2
-                else self._backend._allgather_base(output, input, c10d.AllgatherOptions())
-            ),
-        )
+        """Gathers the flat `input` of all ranks in `output`, one after another. Each rank sends it
+        to each other one; little is copied for all of them, to be sent by one all-to-all. Gloo's
+        own all-gather is a ring: a hop for each other rank, and twice the processor time. But what
+        several members gather leaves their node once.
 
-    def _gather_at_once(self, output: torch.Tensor, input: torch.Tensor) -> Operation:
-        copies = input.repeat(self.world_size)
+        Nothing is passed on, and a send that fails does not keep a rank from the next ones. So when
+        a rank is lost, the others never wait for each other in a circle.
+        """
+        rank, world_size = self.rank, self.world_size
+        shared = _AT_ONCE_BYTES // world_size
+        if input.nbytes <= (shared if self._shares_links else _AT_ONCE_BYTES_ALONE):
+            copies, options = input.repeat(world_size), c10d.AllToAllOptions()
+            start = partial(self._backend.alltoall_base, output, copies, [], [], options)
+            return self._launch([output, copies], start)
+        rows = output.view(world_size, -1)
+        if self._shares_links:
+            width = max(1, RING_BYTES // (world_size * rows.element_size()))
+            parts = zip(rows.split(width, dim=1), input.split(width), strict=True)
+            pairs = (([[*columns]], [part]) for columns, part in parts)
+            gather, around = self._backend.allgather, c10d.AllgatherOptions()
+            starts = (partial(gather, *ends, around) for ends in pairs)
+            return self._launch([output, input], *starts)
+        if rows[rank].data_ptr() != input.data_ptr():
+            rows[rank].copy_(input)
+        after = [*range(rank + 1, world_size), *range(rank)]
+        receive, send = self._backend.recv, self._backend.send
         return self._launch(
-            (output, copies),
-            lambda: self._backend.alltoall_base(output, copies, [], [], c10d.AllToAllOptions()),
+            [output, input],
+            *(partial(receive, [rows[other]], other, _GATHER_TAG) for other in reversed(after)),
+            *(partial(send, [input], other, _GATHER_TAG) for other in after),
         )
 
     def wait(self, operation: Operation) -> None:
         """Waits until the operation is done. Raises GroupAborted or CollectiveFailed."""
-        if not operation.work.is_completed():
-            # Asked for only now: a callback takes the interpreter's lock from a thread that
-            # computes.
-            operation.work.get_future().add_done_callback(lambda _: operation.done.set())
+        if not operation.is_over:
+            operation.set_done_at_end()
             operation.done.wait()
         self.check()
         self._pending.discard(operation)
-        try:
-            operation.work.wait()  # returns at once, or says why it failed
-        except RuntimeError as error:
-            raise CollectiveFailed(str(error).splitlines()[0]) from error
+        operation.end()  # returns at once
+        operation.check()
 
     def is_over(self, operation: Operation) -> bool:
         """Returns whether the operation can no longer access its buffers. That includes failed
         operations."""
-        return bool(operation.work.is_completed())
+        return operation.is_over
 
     @property
     def in_flight(self) -> set[Operation]:
         """The operations that may still access their buffers."""
-        return {one for one in self._pending if one.work is not None and not self.is_over(one)}
+        return {one for one in self._pending if not one.is_over}
 
     def synchronize(self) -> None:
         """Waits until the device has finished everything launched. Raises GroupAborted."""
@@ -222,22 +267,20 @@ class ProcessGroup:
         self.wait(self.all_gather(everyone, mine))
         return [row.numpy().tobytes() for row in everyone.view(self.world_size, -1)]
 
-    def _launch(self, buffers: tuple[torch.Tensor, ...], start: Any) -> Operation:
-        operation = Operation(buffers)
+    def _launch(self, buffers: Sequence[torch.Tensor], *parts: Callable[[], Any]) -> Operation:
+        operation = Operation(*buffers)
         self._pending.add(operation)
         self.check()
-        try:
-            operation.work = start()
-        except RuntimeError as error:
-            raise CollectiveFailed(str(error).splitlines()[0]) from error
+        for part in parts:
+            operation.start(part)
+        operation.check()
         return operation
 
     def close(self) -> None:
         """Leaves the group. Returns at once; what is still in flight is dropped when it ends."""
         self.abort()
         if self._watch is not None:
-            with contextlib.suppress(RuntimeError):  # the peer is gone
-                self._pending.add(self._watch.say_goodbye(self._backend))
+            self._pending.add(self._watch.say_goodbye(self._backend))
         kept = None if self.on_device is None else self.on_device.release()
         handed: list[abandoned_groups.Abandoned] = [
             (self._backend, self.in_flight, (self._store, kept))
@@ -259,28 +302,17 @@ class DevicePeerWatch:
 
     def __init__(self, backend: Any, rank: int, world_size: int) -> None:
         """`backend`: Gloo's, among at least two members."""
-        self.lost: str | None = None  # why the next rank cannot be reached any more
-        self._before = (rank - 1) % world_size
+        self._before, after = (rank - 1) % world_size, (rank + 1) % world_size
         received = torch.zeros(1, dtype=torch.uint8)
-        try:
-            work = backend.recv([received], (rank + 1) % world_size, _WATCH_TAG)
-        except RuntimeError as error:
-            self.lost = str(error).splitlines()[0]
-        else:
-            background("peer-watch", partial(self._watch, work, received)).start()
-
-    def _watch(self, work: Any, received: torch.Tensor) -> None:
-        """`received` is held, since Gloo writes to it."""
-        try:
-            work.wait(_FOR_EVER)
-        except RuntimeError as error:
-            self.lost = str(error).splitlines()[0]
+        self.receiving = Operation(received)  # fails when the next rank cannot be reached any more
+        self.receiving.start(lambda: backend.recv([received], after, _WATCH_TAG))
+        background("peer-watch", self.receiving.end).start()
 
     def say_goodbye(self, backend: Any) -> Operation:
         """Ends the receive at the other end, so that no thread keeps a group that is left."""
         goodbye = torch.ones(1, dtype=torch.uint8)
-        operation = Operation((goodbye,))
-        operation.work = backend.send([goodbye], self._before, _WATCH_TAG)
+        operation = Operation(goodbye)
+        operation.start(lambda: backend.send([goodbye], self._before, _WATCH_TAG))
         return operation
 
 

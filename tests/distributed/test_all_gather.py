@@ -1,22 +1,25 @@
-"""All-gathers at once and around a ring: the same bytes, and when which."""
+"""All-gathers at once, to each rank, and around a ring: the same bytes, and when which."""
 
+import contextlib
 import threading
 
 import pytest
 import torch
 
-from elastic_dp.distributed import abandoned_groups
+from elastic_dp.distributed import abandoned_groups, process_group
 from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.errors import CollectiveFailed
 from tests.distributed.members import of_each
 from tests.patience import PATIENCE_S
 
-WORLD, LIMIT = 3, 4 << 20
+WORLD, LIMIT = 3, process_group._AT_ONCE_BYTES_ALONE
 
 
 @pytest.mark.parametrize("topology", [(), ((2, 1),)])
-def test_all_gather_at_once_and_in_a_ring_have_the_same_bytes(topology):
-    """Vectors and rows, with what a rank sends in its own place already, as everywhere here."""
-    sizes = [1, 1000, 8000, LIMIT // WORLD // 4, LIMIT // WORLD // 4 + 1]
+def test_each_way_to_gather_has_the_same_bytes(topology):
+    """With what a rank sends in its own place already, or not."""
+    in_ring = process_group.RING_BYTES // WORLD // 4
+    sizes = [1, 1000, 8000, LIMIT // 4, LIMIT // 4 + 1, in_ring, in_ring + 1]
 
     def act(group):
         group.place(topology)
@@ -24,45 +27,77 @@ def test_all_gather_at_once_and_in_a_ring_have_the_same_bytes(topology):
 
         class Backend:
             def __getattr__(self, name):
-                called.append(name)
-                return getattr(backend, name)
+                def call(*given):
+                    called[-1].append(name)
+                    return getattr(backend, name)(*given)
+
+                return call
 
         group._backend = Backend()
-        for rows in (False, True):
+        for in_place in (False, True):
             for numel in sizes:
-                output = torch.zeros(WORLD, numel)
-                output[group.rank] = float(group.rank + 1)
-                given = output[group.rank]
-                group.wait(group.all_gather(output if rows else output.view(-1), given))
+                called.append([])
+                output, given = torch.zeros(WORLD, numel), torch.full((numel,), group.rank + 1.0)
+                output[group.rank] = given if in_place else 0.0
+                sent = output[group.rank] if in_place else given
+                group.wait(group.all_gather(output.view(-1), sent))
                 assert torch.equal(output, torch.arange(1.0, WORLD + 1)[:, None].expand(-1, numel))
         group._backend = backend
-        return [name.strip("_") for name in called]
+        return called
 
-    at_once, ring = "alltoall_base", ("allgather_base", "allgather")
+    at_once, one_part, two_parts = ["alltoall_base"], ["allgather"], ["allgather"] * 2
+    to_each = ["recv", "recv", "send", "send"]
+    without_links = [at_once] * 4 + [to_each] * 3
+    with_links = [at_once] * 2 + [one_part] * 4 + [two_parts]
     for called in of_each(WORLD, act):
-        assert called[4] == ring[0] and called[9] == ring[1], "it is too large"
-        assert called[0] == called[5] == at_once
-        small = set(ring) if topology else {at_once}
-        assert {called[n] for n in (2, 3, 7, 8)} <= small
+        assert called == (with_links if topology else without_links) * 2
+
+
+def test_rank_that_cannot_send_to_one_sends_to_the_others():
+    """Else those would wait for it as long as it waits for others."""
+
+    def act(group):
+        rows, backend = torch.zeros(WORLD, LIMIT), group._backend
+        rows[group.rank] = group.rank + 1.0
+
+        class Backend:
+            recv = backend.recv
+
+            def send(self, tensors, to, tag):
+                if to == 1:
+                    raise RuntimeError("the connection is closed")
+                return backend.send(tensors, to, tag)
+
+        group._backend = Backend() if group.rank == 0 else backend
+        failing = pytest.raises(CollectiveFailed, match="connection is closed")
+        with failing if group.rank == 0 else contextlib.nullcontext():
+            operation = group.all_gather(rows.view(-1), rows[group.rank])
+        group._backend = backend
+        if group.rank == 2:
+            group.wait(operation)
+            assert rows[:, 0].tolist() == [1.0, 2.0, 3.0]
+
+    of_each(WORLD, act)
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
 @pytest.mark.parametrize("lost", range(5))
 def test_groups_end_where_a_rank_is_lost_in_a_gather(lost, is_gone, monkeypatch):
-    """Else they keep their memory. Broadcasts, or a scatter of each rank, take half the processor
-    time, but then two ranks may wait for each other: for what one passes on, or for what it does
-    not send since an earlier rank `is_gone`."""
+    """Else they keep their memory. With broadcasts, or a scatter of each rank, two ranks may wait
+    for each other: for what one passes on, or for what it does not send since an earlier rank
+    `is_gone`."""
     handed, world_size = [], 5
     monkeypatch.setattr(abandoned_groups, "abandon", handed.append)
     launching, launched = threading.Barrier(world_size), threading.Barrier(world_size)
 
     def act(group):
-        rows = torch.zeros(world_size, LIMIT // 4)
+        rows = torch.zeros(world_size, 1 << 20)
         if is_gone and group.rank == lost:
             group._backend = None
         launching.wait(PATIENCE_S)
-        for columns in rows.split(LIMIT // 16, dim=1) if group.rank != lost else ():
-            group.all_gather(columns, columns[group.rank])
+        with contextlib.suppress(CollectiveFailed):
+            for _ in range(4) if group.rank != lost else ():
+                group.all_gather(rows.view(-1), rows[group.rank])
         launched.wait(PATIENCE_S)
 
     of_each(world_size, act)

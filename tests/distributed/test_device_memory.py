@@ -138,8 +138,7 @@ def test_staging_memory_of_an_operation_in_flight_is_not_used_again():
         for completed in (False, True, True):
             operation = transport.all_reduce(tensor)
             addresses.append(operation.sources[0].data_ptr())
-            work = types.SimpleNamespace(is_completed=lambda over=completed: over)
-            operation.sent = types.SimpleNamespace(work=work)
+            operation.sent = types.SimpleNamespace(is_over=completed)
             transport._unsent.clear()
             kept = operation.sources
             transport.synchronize()

@@ -1,9 +1,7 @@
 """Gathers the updated parameters of a step, each from the primary of its pieces.
 
 Each member has its part of one flat tensor for each dtype: the pieces of which it is the primary,
-one after another, with room as for the largest part. All-gathers of a limited size send the parts
-to all members: Gloo receives each of them in memory of its own, and copies it. On a device there is
-one all-gather, since NCCL writes to the memory itself.
+one after another, with room as for the largest part. An all-gather sends the parts to all members.
 
 A member launches the all-gathers only after it has the gradient of everything that it holds, and
 has updated what it is the primary of. So who has received all parts knows that all members have.
@@ -18,7 +16,6 @@ import torch
 import xxhash
 
 from elastic_dp.device.accelerator import accelerator_of
-from elastic_dp.distributed.cross_worker_reduction import GATHERED_BYTES
 from elastic_dp.distributed.gradient_units import in_memory_order
 from elastic_dp.distributed.piece_assignment import Holders
 from elastic_dp.distributed.process_group import ProcessGroup
@@ -88,16 +85,9 @@ class ParameterGather:
     def launch(self) -> None:
         """Sends this member's part to all others. Raises GroupError."""
         rank, world_size = self._group.rank, self._group.world_size
-        transport = self._group.transport
-        self._flying = []
-        for flat in self._flats:
-            rows = flat.view(world_size, -1)
-            if self._group.on_device is not None:
-                self._flying.append(transport.all_gather(flat, rows[rank]))
-                continue
-            width = max(1, GATHERED_BYTES // (world_size * flat.element_size()))
-            for columns in rows.split(width, dim=1):
-                self._flying.append(transport.all_gather(columns, columns[rank]))
+        gather = self._group.transport.all_gather
+        parts = (flat.view(world_size, -1)[rank] for flat in self._flats)
+        self._flying = [*map(gather, self._flats, parts)]
 
     def wait(self) -> None:
         """Waits for the parts of all members; on a device, its stream does. Raises GroupError."""

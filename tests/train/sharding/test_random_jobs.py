@@ -10,7 +10,7 @@ import torch
 from torch import optim
 from torch.optim.lr_scheduler import OneCycleLR
 
-from elastic_dp.distributed import abandoned_groups, gradient_buckets
+from elastic_dp.distributed import abandoned_groups, gradient_buckets, process_group
 from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_norm import GradientClipping
 from elastic_dp.distributed.gradient_reducer import GradientReducer
@@ -30,7 +30,7 @@ LIMITS = {  # in bytes, smaller and larger than what there is
     (of_state.sharded_optimizer, "KEPT_BYTES"): (0, 4096, 1 << 20),
     (of_state.sharded_optimizer, "STEP_BYTES"): (1024, 1 << 20),
     (of_state.sharded_optimizer, "UPDATED_BYTES"): (2048, 1 << 20),
-    (of_state.parameter_gather, "GATHERED_BYTES"): (1000, 4 << 20),
+    (process_group, "_AT_ONCE_BYTES_ALONE"): (0, 1 << 20),
 }
 BUCKETS = "UNCUT_BYTES", "FIRST_BUCKET_BYTES", "BUCKET_BYTES", "LAST_BUCKET_BYTES"
 LIMITS |= {(gradient_buckets, name): (256, 4096, 1 << 20) for name in BUCKETS}

@@ -12,9 +12,8 @@ import torch
 from elastic_dp.distributed import gradient_units
 from elastic_dp.distributed.gradient_norm import GradientClipping, squares_of_units
 from elastic_dp.distributed.gradient_units import UnitLayout, in_memory_order
-from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
-from elastic_dp.extensions.sharding import parameter_gather, sharded_optimizer
+from elastic_dp.extensions.sharding import sharded_optimizer
 from elastic_dp.extensions.sharding.piece_reduction import GatheredNorm
 from elastic_dp.extensions.sharding.pieces import PieceUpdates, part_of
 from elastic_dp.extensions.sharding.shardable_optimizers import SHARDABLE_BY_NAME
@@ -462,24 +461,6 @@ def test_no_member_has_most_of_the_small_pieces():
     holders = member.sharding.holders_of_any(3, ())
     numbers = Counter(one.primary for one in holders)
     assert sum(numbers.values()) == 27 and max(numbers.values()) <= 13
-
-
-def test_parameters_are_gathered_in_parts_of_a_limited_size(monkeypatch):
-    """Gloo receives each part in memory of its own."""
-    monkeypatch.setattr(parameter_gather, "GATHERED_BYTES", 1000)
-    gathered, gather = [], ProcessGroup.all_gather
-
-    def counts(group, output, input):
-        if output.dtype == torch.float32:
-            gathered.append(output.nbytes)
-        return gather(group, output, input)
-
-    monkeypatch.setattr(ProcessGroup, "all_gather", counts)
-    members = four()
-    enter(members, Member.attempt)
-    assert len(gathered) > 20 and max(gathered) <= 1000
-    enter(members)
-    check_equal(members, plain_after(1))
 
 
 @pytest.fixture
