@@ -230,12 +230,12 @@ class ElasticTrainer:
             from elastic_dp.cluster.runs.ray_kv_state import StoredJob
 
             secret, record = secrets.token_bytes(32), self._record(data)
-            job = StoredJob(pickled, data.index, secret, self.url, tuple(faults), record)
+            start, before = StartRecord.of(self.spec, self.train, data.steps_of), self._last_start
+            job = StoredJob(pickled, data.index, secret, self.url, tuple(faults), record, start)
             if set_options.active.restarts:
                 attach.stop_live(self.spec.name, self.url)
             controller, is_new = attach.find_or_start(self.spec, job, self.runtime_env)
-            start = partial(self._record_start, data.steps_of, attach.address())
-            for note in (*self._said_of_rows, *start()) if is_new else ():
+            for note in self._notes_of(start, before) if is_new else ():
                 controller.tell.remote("say", note)
             return Run(self.spec, self.url, controller, self.loggers, is_new=is_new)
 
@@ -281,7 +281,7 @@ class ElasticTrainer:
                 f"to at most {fixed}, "
                 "or use a new name= for a new run"
             )
-        before = last_start(Store(self.url))
+        before = self._last_start
         growth = {} if before is None else {int(s): n for s, n in before.growth.items()}
         by_step = {0: fixed, **growth}
         scaling = dataclasses.replace(scaling, virtual_workers=by_step if growth else fixed)
@@ -326,7 +326,8 @@ class ElasticTrainer:
         journal = Journal(self.url)
         loggers = LoggerThreads(self.loggers, self.spec.name, self.url)
         journal.listen(loggers.put)
-        for note in (*self._said_of_rows, *self._record_start(data.steps_of)):
+        start = StartRecord.of(self.spec, self.train, data.steps_of)
+        for note in self._notes_of(start, self._last_start):
             journal.command(m.Explain(note))
 
         def tell(text: str) -> None:
@@ -337,7 +338,10 @@ class ElasticTrainer:
             journal.metrics(record["step"], {k: v for k, v in record.items() if k != "step"})
             progress.show(record)
 
-        check = partial(self._record(data).check_or_write, self.url, data.index)
+        def check() -> None:
+            self._record(data).check_or_write(self.url, data.index)
+            start.write(Store(self.url))
+
         run = LocalRun(self.spec, data, device, on_log=show, on_say=tell, url=self.url, check=check)
         try:
             session = run.run(self.train)
@@ -404,7 +408,7 @@ class ElasticTrainer:
                 "in its folder lists"
             )
         stored = stored_result(self.url, RunLimits.of(self.spec), data.steps_of)
-        before = last_start(Store(self.url))
+        before = self._last_start
         if before is not None and before.growth != self.spec.scaling.growth:
             made = [name.step for name in Catalog(Store(self.url)).names()]
             step = max(made, default=0) if stored is None else stored.step
@@ -438,22 +442,20 @@ class ElasticTrainer:
             self._said_of_rows.append(left_out)
         return rows
 
-    def _record_start(
-        self, steps_of: Callable[[int], int], address: str | None = None
-    ) -> list[str]:
-        """Record this start, on the Ray cluster at `address`. Return what has changed since the
-        last one, for the journal.
+    @property
+    def _last_start(self) -> StartRecord | None:
+        return last_start(Store(self.url))
+
+    def _notes_of(self, start: StartRecord, before: StartRecord | None) -> list[str]:
+        """Return what is said of this start, for the journal: of the rows, and what has changed
+        since the last one.
 
         Changes that may be unintended are also warnings.
         """
-        store = Store(self.url)
-        start = StartRecord.of(self.spec, self.train, steps_of, address)
-        before = last_start(store)
-        start.write(store)
+        notes = list(self._said_of_rows)
         if before is None:
-            return []
-        notes = []
-        if not Catalog(store).names():
+            return notes
+        if not Catalog(Store(self.url)).names():
             notes.append("the run was started before and has no checkpoint: it begins at step 1")
         for text, may_be_a_mistake in start.changes(before):
             notes.append(f"since the last start of this run: {text}")

@@ -1,27 +1,36 @@
 """What a driver asks of a run, where its controller answers as it must here."""
 
+import dataclasses
+from unittest import mock
+
 import pytest
 
 import elastic_dp as edp
 from elastic_dp.cluster.run_handle import Run
+from elastic_dp.cluster.runs.run_history import StartRecord
 from elastic_dp.errors import ClusterError, SpecError
 from elastic_dp.run_record import Result, RunLimits, write_result
+from elastic_dp.storage import Store
 from tests.runs import spec_of
 
 
 @pytest.mark.parametrize("is_new", [False, True])
-def test_only_who_starts_a_controller_notes_a_start(monkeypatch, tmp_path, is_new):
+def test_only_who_starts_a_controller_compares_its_start(monkeypatch, tmp_path, is_new):
     from elastic_dp.cluster.runs import attach
 
-    monkeypatch.setattr(attach, "find_or_start", lambda *_: (object(), is_new))
-    monkeypatch.setattr(attach, "address", lambda: "head:6379")  # or Ray would start
+    said, controller = [], mock.Mock()
+    controller.tell.remote = lambda *given: said.append(given)
+    monkeypatch.setattr(attach, "find_or_start", lambda *_: (controller, is_new))
     shards = tmp_path / "data"
     shards.mkdir()
     rows(shards)
     data = edp.DataConfig(str(shards), micro_batch_size=4)
     made = edp.ElasticTrainer(print, data=data, name="job", storage_path=str(tmp_path), max_steps=1)
+    of_before = StartRecord.of(made.spec, print)
+    dataclasses.replace(of_before, sharding="optimizer").write(Store(str(tmp_path / "job")))
     made.start()
-    assert (tmp_path / "job" / "start.json").exists() == is_new
+    told = any("sharding is None now" in text for _, text in said)
+    assert told == is_new
 
 
 def rows(folder):

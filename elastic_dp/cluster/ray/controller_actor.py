@@ -25,6 +25,7 @@ from elastic_dp.cluster.ray import private
 from elastic_dp.cluster.ray.capacity_monitor import CapacityMonitor
 from elastic_dp.cluster.ray.drain_watcher import DrainWatcher
 from elastic_dp.cluster.ray.ray_worker_group import RayWorkerGroup
+from elastic_dp.cluster.runs.attach import address
 from elastic_dp.cluster.runs.controller_state import RunTotals
 from elastic_dp.cluster.runs.ray_kv_state import RayKvStateStore, forget, load_job
 from elastic_dp.cluster.worker import WorkerJob
@@ -67,8 +68,12 @@ class ControllerActor:
                 events = JournalTail(Store(job.url)).lines_of("events")
                 state_store.state.earlier = RunTotals.of(events)
         self._journal = Journal(job.url, since=since)
-        compare = partial(job.record.check_or_write, job.url, None)
-        check = None if state_store.inherited else compare  # once, when the run begins
+
+        def check() -> None:
+            if not state_store.inherited:  # the run begins
+                job.record.check_or_write(job.url, None)
+                dataclasses.replace(job.start, ray=address()).write(Store(job.url))
+
         self._controller = Controller(
             self._spec,
             self._journal,

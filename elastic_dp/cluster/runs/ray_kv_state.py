@@ -19,6 +19,7 @@ from elastic_dp.cluster.runs.controller_state import ControllerStateStore
 from elastic_dp.run_record import RunRecord
 
 if TYPE_CHECKING:  # they import torch, and the command line asks here who owns a cluster
+    from elastic_dp.cluster.runs.run_history import StartRecord
     from elastic_dp.data import Index
     from elastic_dp.train.fault_injection import WorkerFault
 
@@ -37,6 +38,7 @@ class StoredJob:
     url: str  # the run's folder
     faults: tuple[WorkerFault, ...]
     record: RunRecord
+    start: StartRecord
 
 
 def store_job(run: str, job: StoredJob) -> None:

@@ -44,9 +44,8 @@ class StartRecord:
         spec: JobSpec,
         train: Any,
         steps_of: Callable[[int], int] | None = None,
-        ray: str | None = None,
     ) -> StartRecord:
-        """`steps_of` and `ray` are not compared, and may be left out for that."""
+        """`steps_of` is not compared, and may be left out for that."""
         python = ".".join(platform.python_version_tuple()[:2])
         limits = RunLimits.of(spec)
         total = math.inf if steps_of is None else limits.steps(steps_of)
@@ -59,7 +58,6 @@ class StartRecord:
             total_steps,
             growth,
             sharding=spec.sharding,
-            ray=ray,
             config={str(key): text_digest(value) for key, value in spec.config.items()},
         )
 
@@ -97,6 +95,7 @@ class StartRecord:
         return found
 
     def write(self, store: Store) -> None:
+        """Raises StorageError. Who calls it leads the run: another start waits for its end."""
         write_json(store, _NAME, dataclasses.asdict(self), _FORMAT)
 
 

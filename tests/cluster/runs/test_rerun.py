@@ -17,9 +17,12 @@ from torch import nn
 from torch.utils import data as data_utils
 
 import elastic_dp as edp
+from elastic_dp.checkpoint.lease import Lease
 from elastic_dp.cluster.runs.run_history import StartRecord
 from elastic_dp.errors import ModelError, RunMismatch
+from elastic_dp.storage import Store
 from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
+from elastic_dp.train.local_run import LocalRun
 from tests.runs import Points, group, spec_of
 from tests.train.jobs import Average, adamw, classifier, cross_entropy
 
@@ -281,6 +284,23 @@ def test_a_changed_config_is_told(tmp_path):
     _, warned = fit(tmp_path, max_steps=6, config=now)
     assert warned == [f"since the last start of this run: {told}"]
     assert "abc" not in (tmp_path / "again" / "start.json").read_text()
+
+
+def test_a_start_is_recorded_once_the_run_is_its_own(tmp_path, monkeypatch):
+    """Else the status of a live run would tell of another driver, which waits for its end."""
+    fit(tmp_path)
+    record = tmp_path / "again" / "start.json"
+    first, found, say = record.read_text(), [], LocalRun.say
+
+    def looks(run, text):
+        if "the run is held by" in text:
+            found.append(record.read_text())
+        say(run, text)
+
+    monkeypatch.setattr(LocalRun, "say", looks)
+    Lease(Store(str(record.parent)), "another host", "token", lease_s=0.5).acquire()
+    fit(tmp_path, max_steps=6)
+    assert found == [first] and '"max_steps": 6' in record.read_text()
 
 
 @pytest.mark.parametrize(
