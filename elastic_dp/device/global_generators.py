@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
-from elastic_dp.device.gpu import gpus_are_in_use, open_gpu_generators, seed_gpus
+from elastic_dp.device.gpu import gpus_are_in_use, is_gpu, open_gpu_generators, seed_gpus
 
 
 def seed_everything(seed: int) -> None:
@@ -23,3 +25,16 @@ def open_generators(device: torch.device) -> None:
     """Before the first seed: `seed_everything` leaves out a device that is not in use yet, and what
     user code then draws there, such as a model's initial weights, would not depend on the seed."""
     open_gpu_generators(device)
+
+
+@contextlib.contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """A context that restores the generators, also that of the device."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    devices = [device] if is_gpu(device) else []
+    try:
+        with torch.random.fork_rng(devices, device_type="cuda"):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)

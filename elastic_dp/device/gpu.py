@@ -212,16 +212,6 @@ def seed_gpus(seed: int) -> None:
     torch.cuda.manual_seed_all(seed)
 
 
-def random_state(device: torch.device) -> torch.Tensor | None:
-    return torch.cuda.get_rng_state(device) if is_gpu(device) else None
-
-
-def set_random_state(device: torch.device, state: torch.Tensor | None) -> None:
-    """Sets what `random_state` has returned."""
-    if state is not None:
-        torch.cuda.set_rng_state(state, device)
-
-
 # ------------------------------------------------------------------------------------------ times
 
 

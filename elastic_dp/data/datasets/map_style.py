@@ -9,7 +9,6 @@ seed them in the same way. So both give the same items.
 from __future__ import annotations
 
 import hashlib
-import random
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from elastic_dp.data.datasets.micro_batch_stream import MicroBatchStream
 from elastic_dp.data.pipeline.collation import aligned_tensors, nbytes_of, pinned
 from elastic_dp.data.pipeline.pipeline import Pipeline
 from elastic_dp.data.pipeline.planner import MicroBatch
-from elastic_dp.device.global_generators import seed_everything
+from elastic_dp.device.global_generators import generators_kept, seed_everything
 from elastic_dp.errors import DataError, UserCodeError
 from elastic_dp.sampling.order import Order, with_steps
 from elastic_dp.sampling.seeds import batch_seed
@@ -226,11 +225,11 @@ def probed_rows(config: MapStyleData) -> tuple[dict[str, str], str]:
     if config.fingerprint:
         return {}, ""
     number, found = len(config.dataset), dict[str, str]()
-    states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
     began, why = time.monotonic(), ""
     try:
         for row in sorted({number * part // _PROBED for part in range(_PROBED)} | {number - 1}):
-            reads = {_row_digest(config, row) for _ in range(_READS)}
+            with generators_kept(torch.device("cpu")):
+                reads = {_row_digest(config, row) for _ in range(_READS)}
             if len(reads) > 1:
                 why = f"row {row} differs each time it is read"
                 break
@@ -239,10 +238,6 @@ def probed_rows(config: MapStyleData) -> tuple[dict[str, str], str]:
                 break
     except Exception as error:  # user code may raise anything, and may need what a worker has
         why = f"row {row} cannot be compared here: {type(error).__name__}: {error}"
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.random.set_rng_state(states[2])
     if not why:
         return found, ""
     return {}, (

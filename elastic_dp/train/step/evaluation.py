@@ -12,15 +12,12 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import random
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
-from elastic_dp.device.global_generators import seed_everything
-from elastic_dp.device.gpu import random_state, set_random_state
+from elastic_dp.device.global_generators import generators_kept, seed_everything
 from elastic_dp.distributed.local_shards import reshard
 from elastic_dp.errors import GroupError, LoopError, ModelError
 from elastic_dp.sampling.seeds import batch_seed, seed_for
@@ -157,21 +154,15 @@ def _one(
 def _quietly(session: WorkerSession, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """A context in evaluation mode, which restores modes, buffers and random numbers."""
     modes = [(module, module.training) for module in model.modules()]
-    generators = (random.getstate(), np.random.get_state(), torch.get_rng_state())
-    of_device = random_state(session.device)
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), generators_kept(session.device):
             yield model
     finally:
         for module, training in modes:
             module.training = training
         reshard(model)
         session.transaction.leaves.buffers.undo()
-        random.setstate(generators[0])
-        np.random.set_state(generators[1])
-        torch.set_rng_state(generators[2])
-        set_random_state(session.device, of_device)
 
 
 def _summary(results: Results) -> dict[str, float]:
