@@ -22,7 +22,7 @@ from elastic_dp.distributed.local_shards import reshard
 from elastic_dp.errors import GroupError, LoopError, ModelError
 from elastic_dp.sampling.seeds import batch_seed, seed_for
 from elastic_dp.train.state.module_buffers import changed_by_body
-from elastic_dp.train.step.loss_result import mean, parse_loss
+from elastic_dp.train.step.loss_result import mean_metrics, parse_loss
 from elastic_dp.train.step.micro_batch import LossFn, MicroBatchResult, to_device
 from elastic_dp.train.steps_arguments import check_loss_fn
 from elastic_dp.train.worker_session import WorkerSession
@@ -146,8 +146,7 @@ def _one(
     left_out = data.masked(i)
     with session.transaction.leaves.leaf.autocast():
         loss, weight, metrics = parse_loss(fn(model, batch), data.rows(i) - left_out)
-    result = MicroBatchResult(float(loss), weight, metrics)
-    return result.loss, result.weight, result.metrics, left_out
+    return float(loss), weight, metrics, left_out
 
 
 @contextlib.contextmanager
@@ -166,11 +165,9 @@ def _quietly(session: WorkerSession, model: torch.nn.Module) -> Iterator[torch.n
 
 
 def _summary(results: Results) -> dict[str, float]:
-    sums: dict[str, list[tuple[float, float]]] = {}
-    for i in sorted(results):
-        loss, weight, metrics, _ = results[i]
-        if not weight:
-            continue
-        for name, value in {"loss": loss, **metrics}.items():
-            sums.setdefault(f"eval_{name}", []).append((value, weight))
-    return {name: mean(values) for name, values in sums.items()}
+    of_rows = [
+        MicroBatchResult(loss, weight, {"loss": loss, **metrics})
+        for _, (loss, weight, metrics, _) in sorted(results.items())
+        if weight
+    ]
+    return {f"eval_{name}": value for name, value in mean_metrics(of_rows).items()}

@@ -73,10 +73,10 @@ def mean(values: Sequence[tuple[float, float]]) -> float:
     Values near the limits of a float are added directly and may give inf or nan."""
     parts, weight = [x * w for x, w in values], math.fsum([w for _, w in values])
     try:
-        has_state = math.fsum(parts)
+        total = math.fsum(parts)
     except (OverflowError, ValueError):  # beyond the largest float; inf - inf
-        has_state = sum(parts)
-    return has_state / weight if weight else math.nan
+        total = sum(parts)
+    return total / weight if weight else math.nan
 
 
 def not_finite(step: int, results: Iterable[int], describe: Callable[[int, int], str]) -> LossError:
