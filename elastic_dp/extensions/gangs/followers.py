@@ -152,35 +152,23 @@ def start_followers(
     following ones. `environments` has the variables of each in which it differs from this one.
     `address`: of this node. `leader`: where the first process listens, if it is on another node;
     then `on_end` is called when it has ended. Raises OSError and EOFError if it does not answer."""
-    return [
-        _start(identity, number, environment, job, address, leader, on_end)
-        for number, environment in enumerate(environments, first)
-    ]
-
-
-def _start(
-    identity: WorkerId,
-    number: int,
-    environment: Mapping[str, str],
-    job: WorkerJob,
-    address: str | None,
-    leader: tuple[str, int] | None,
-    on_end: Callable[[], object],
-) -> FollowerProcess:
-    if leader is None:
-        ours, theirs = Pipe()
-    else:
-        theirs, watched = connect(leader, job.secret, identity, number)
-        ours = Connection(os.dup(theirs.fileno()))
-        watch(watched, on_end)
-    started: queue.SimpleQueue[int | Exception] = queue.SimpleQueue()
-    arguments = identity, number, job, address
-    run = partial(_run_child, ours, theirs, environment, arguments, started)
-    background(f"child-{number}", run, started.put).start()
-    pid = started.get()
-    if isinstance(pid, Exception):
-        raise pid
-    return FollowerProcess(pid, ours)
+    followers = []
+    for number, environment in enumerate(environments, first):
+        if leader is None:
+            ours, theirs = Pipe()
+        else:
+            theirs, watched = connect(leader, job.secret, identity, number)
+            ours = Connection(os.dup(theirs.fileno()))
+            watch(watched, on_end)
+        started: queue.SimpleQueue[int | Exception] = queue.SimpleQueue()
+        arguments = identity, number, job, address
+        run = partial(_run_child, ours, theirs, environment, arguments, started)
+        background(f"child-{number}", run, started.put).start()
+        pid = started.get()
+        if isinstance(pid, Exception):
+            raise pid
+        followers.append(FollowerProcess(pid, ours))
+    return followers
 
 
 def _run_child(
