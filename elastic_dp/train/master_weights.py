@@ -133,3 +133,17 @@ def master_dtype(p: torch.Tensor) -> torch.dtype:
 def class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
     """Returns the class whose updates an optimizer makes: its own, unless it keeps masters."""
     return optimizer.optimizer_class if type(optimizer) is MasterWeights else type(optimizer)
+
+
+def may_write_to_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether `step` of an optimizer may write to the gradients it is given. Of those of
+    `torch.optim` only SGD with Nesterov momentum does, where it updates many tensors together, as
+    it does on devices unless it is told otherwise."""
+    kind = class_of(optimizer)
+    if not kind.__module__.startswith("torch.optim"):
+        return True
+    return kind is torch.optim.SGD and any(
+        group.get("nesterov")
+        and (group.get("foreach") or any(p.device.type != "cpu" for p in group["params"]))
+        for group in optimizer.param_groups
+    )

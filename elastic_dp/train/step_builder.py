@@ -22,12 +22,11 @@ from elastic_dp.distributed.gradient_rounding import Wire, check_wire
 from elastic_dp.distributed.local_shards import is_sharded
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.sampling.step_schedule import StepSchedule
-from elastic_dp.train.exactness.torch_optimizers import may_write_to_gradients
 from elastic_dp.train.gang import Gang
 from elastic_dp.train.generations.gradual_join import GradualJoin
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.loop_guard.variables_guard import VariablesGuard
-from elastic_dp.train.master_weights import class_of
+from elastic_dp.train.master_weights import may_write_to_gradients
 from elastic_dp.train.phase_reporter import PhaseReporter
 from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.train_state import OptimizerHolders, StatePart, TrainState
@@ -149,9 +148,7 @@ class StepBuilder:
         self.exchange = self.new_exchange(
             state.parameters.values(),
             clipping=GradientClipping(given.clip_norm, given.clip_value),
-            writes_to_gradients=lambda: may_write_to_gradients(
-                class_of(state.optimizer), state.optimizer.param_groups
-            ),
+            writes_to_gradients=lambda: may_write_to_gradients(state.optimizer),
         )
         self.gradients = GradientReducer(
             state.parameters, self.wire, self.note_gradient, exchange=self.exchange

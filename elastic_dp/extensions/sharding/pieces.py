@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic_dp.distributed.gradient_units import UnitLayout, in_memory_order
-from elastic_dp.train.exactness.torch_optimizers import may_write_to_gradients
-from elastic_dp.train.master_weights import class_of
 
 State = dict[str, Any]  # of one piece, as in `optimizer.state[p]`
 
@@ -93,12 +91,6 @@ class PieceUpdates:
     def has(self, piece: int) -> bool:
         """Returns whether the optimizer updates this piece."""
         return self._group_of[piece] is not None
-
-    @property
-    def may_write_to_gradients(self) -> bool:
-        """Whether `run` may write to the gradients that it is given."""
-        optimizer = self._optimizer
-        return may_write_to_gradients(class_of(optimizer), optimizer.param_groups)
 
     def run(
         self,

@@ -66,6 +66,7 @@ from elastic_dp.extensions.sharding.pieces import (
     pieces_of,
 )
 from elastic_dp.train.checkpointing.collective_read import Ranges, ReadCheckpoint
+from elastic_dp.train.master_weights import may_write_to_gradients
 from elastic_dp.train.state.state_moves import Move, StateUnit, move, ranks_with
 from elastic_dp.train.state.state_payload import from_vector, tensor_slot, to_vectors
 from elastic_dp.train.state.train_state import OptimizerHolders
@@ -301,7 +302,7 @@ class ShardedOptimizer(OptimizerHolders):
         """Updates these copies of pieces. The state of the pieces stays as it is. The next one is
         kept, if there is room for it."""
         given = {n: prepared.gradients[n] for n in copies}
-        if self._updates.may_write_to_gradients:  # which are needed again
+        if may_write_to_gradients(self._optimizer):  # which are needed again
             given = {n: one.clone() for n, one in given.items()}
         states = {n: self.held[n] for n in copies}
         self._updates.run(copies, given, states, copies=True)

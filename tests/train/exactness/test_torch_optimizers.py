@@ -10,7 +10,7 @@ from elastic_dp.extensions.sharding.elementwise_updates import (
     parameters_to_keep_whole,
     updates_equal_in_pieces,
 )
-from elastic_dp.train.exactness.torch_optimizers import may_write_to_gradients
+from elastic_dp.train.master_weights import may_write_to_gradients
 from tests.runs import local, spec_of
 from tests.train.jobs import classifier, loop
 
@@ -86,7 +86,7 @@ def writes(kind, options, dtype=torch.float32):
             p.grad = gradient.clone()
         optimizer.step()
         found |= not all(torch.equal(p.grad, g) for p, g in zip(parameters, gradients, strict=True))
-    return found, may_write_to_gradients(kind, optimizer.param_groups)
+    return found, may_write_to_gradients(optimizer)
 
 
 def test_optimizers_that_write_to_gradients_are_known():
