@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from elastic_dp.coordinator.messages import Event, WorkerId
@@ -36,18 +36,24 @@ class LoggedCall(NamedTuple):
     logged_at: float
 
 
-class LogSender:
-    """Collects calls and passes them to `send`, in their order. Any thread may call it."""
+class MessageLink(ControllerLink):
+    """A link whose messages are calls of methods of the controller. Any thread may call it."""
 
-    def __init__(self, send: Callable[[Sequence[LoggedCall]], None]) -> None:
-        self._send = send
-        self._lock, self._sending = threading.Lock(), threading.Lock()
+    def __init__(self) -> None:
+        self._holding, self._sending = threading.Lock(), threading.Lock()
         self._held: list[LoggedCall] = []
         self._holds_some = threading.Event()
         self._thread: threading.Thread | None = None
 
+    @abstractmethod
+    def _call(self, method: str, *content: Any) -> None:
+        """Have the controller call this method of its own. Does not wait, and never fails."""
+
+    def _send_logs(self, calls: Sequence[LoggedCall]) -> None:
+        self._call("log_all", calls, time.monotonic())
+
     def log(self, call: LogCall, previous: LogCall | None, metrics: Mapping[str, Any]) -> None:
-        with self._lock:
+        with self._holding:
             self._held.append(LoggedCall(call, previous, dict(metrics), time.monotonic()))
             if len(self._held) == 1:
                 self._holds_some.set()
@@ -58,37 +64,11 @@ class LogSender:
     def flush(self) -> None:
         """Send what is held. Returns when it is sent, also if another thread does it."""
         with self._sending:
-            with self._lock:
+            with self._holding:
                 held, self._held = self._held, []
                 self._holds_some.clear()
             if held:
-                self._send(held)
-
-    def _run(self) -> None:
-        while True:
-            self._holds_some.wait()
-            time.sleep(GATHER_S)
-            self.flush()
-
-
-class MessageLink(ControllerLink):
-    """A link whose messages are calls of methods of the controller."""
-
-    def __init__(self) -> None:
-        self._logs = LogSender(self._send_logs)
-
-    @abstractmethod
-    def _call(self, method: str, *content: Any) -> None:
-        """Have the controller call this method of its own. Does not wait, and never fails."""
-
-    def _send_logs(self, calls: Sequence[LoggedCall]) -> None:
-        self._call("log_all", calls, time.monotonic())
-
-    def log(self, call: LogCall, previous: LogCall | None, metrics: Mapping[str, Any]) -> None:
-        self._logs.log(call, previous, metrics)
-
-    def flush(self) -> None:
-        self._logs.flush()
+                self._send_logs(held)
 
     def register(self, record: MemberRecord) -> None:
         self._call("register", record)  # nothing logged follows from it
@@ -108,3 +88,9 @@ class MessageLink(ControllerLink):
     def _after_logs(self, method: str, *content: Any) -> None:
         self.flush()
         self._call(method, *content)
+
+    def _run(self) -> None:
+        while True:
+            self._holds_some.wait()
+            time.sleep(GATHER_S)
+            self.flush()
