@@ -65,15 +65,10 @@ class DelayedGradient(StepGradient):
         self._sender = GradientReducer(
             build.parameters, build.wire, exchange=self.exchange, computes=False
         )
-        self._late_sums = False  # whether the present step is a delayed one
         self._share: Share = ()  # of the step before
         self._virtual_workers = 0
         self._sent = False  # in the present step: what this worker held
         self._held = FinishedWork()
-
-    @property
-    def late_sums(self) -> bool:
-        return self._late_sums
 
     def _delays(self, step: int) -> bool:
         """Whether the gradient of `step` waits for the step after it."""
@@ -82,12 +77,12 @@ class DelayedGradient(StepGradient):
     # ----------------------------------------------------------------------- generation
 
     def distribute(self, step: int) -> None:
-        self._late_sums = self._delays(step)
+        self.late_sums = self._delays(step)
         self._sender.close()
-        self._open_reducer(self.leaves.gradients, step, sends=not self._late_sums)
+        self._open_reducer(self.leaves.gradients, step, sends=not self.late_sums)
         self.sums = self.leaves.gradients
         self.leaves.between_leaves = None
-        if self._late_sums:
+        if self.late_sums:
             self.sums = self._sender
             self.leaves.between_leaves = self.exchange.advance
             self._distribute_previous(step)
@@ -118,7 +113,7 @@ class DelayedGradient(StepGradient):
     # ----------------------------------------------------------------------------- step
 
     def begin(self, step: int) -> None:
-        if self._late_sums:
+        if self.late_sums:
             if self.shares.virtual_workers(max(1, step - 1)) != self._virtual_workers:
                 self._distribute_previous(step)
             self._launch()
@@ -171,7 +166,7 @@ class DelayedGradient(StepGradient):
         self._sender.send()
 
     def sent(self) -> None:
-        if self._late_sums:  # all members launch collectives in the same order
+        if self.late_sums:  # all members launch collectives in the same order
             self.exchange.reduce()
         else:
             super().sent()
@@ -182,15 +177,15 @@ class DelayedGradient(StepGradient):
 
     @property
     def factor(self) -> float:
-        return self.previous.factor if self._late_sums else super().factor
+        return self.previous.factor if self.late_sums else super().factor
 
     @property
     def computed_in(self) -> int:
-        return super().computed_in - self._late_sums
+        return super().computed_in - self.late_sums
 
     def commit(self) -> None:
         """Records what the gradient of the step was computed with, before the commit changes it."""
-        if self._late_sums:
+        if self.late_sums:
             self.applies = self._exists
             if self._delays(self._step + 1):
                 losses = {v: (one.loss, one.weight) for v, one in self._results.of_all.items()}
@@ -203,7 +198,7 @@ class DelayedGradient(StepGradient):
 
     def ended(self) -> None:
         """Takes this worker's sums of the step, if they are to be applied."""
-        if self._late_sums:
+        if self.late_sums:
             self._held = FinishedWork()
             sums = self.leaves.gradients.take_sums()
             self._hold(sums if self._exists else {})
@@ -213,7 +208,7 @@ class DelayedGradient(StepGradient):
 
     def aborted(self) -> None:
         """Takes back, as far as possible, what was sent in an attempt that was not committed."""
-        if self._late_sums and self._sent and self._exists:
+        if self.late_sums and self._sent and self._exists:
             self._hold(self._sender.finished())
         self._sent = False
 

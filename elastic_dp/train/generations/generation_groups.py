@@ -108,8 +108,20 @@ class GenerationGroups:
         self.membership, self._joining = membership, frozenset()
 
     def start(self) -> None:
-        """Starts to form the group of all members."""
-        self._main_formation = self._formation_of_all()
+        """Starts to form the group of all members, or takes what was prepared for this one."""
+        membership = self.membership
+        assert membership is not None
+        number = membership.generation, membership.prepared
+        with self._preparing:
+            prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            if (prepared.command.generation, prepared.command.number) == number:
+                self._main_formation = prepared.formation
+                self._control.at_end(prepared.formation.abort)
+                return
+            prepared.formation.abandon()
+        name = GroupName.main(*number, self._process)
+        self._main_formation = self._started(name, self.rank, self.world_size)
 
     def formed(self) -> None:
         """Waits for the group, and sets `main`. Raises GroupError."""
@@ -150,21 +162,6 @@ class GenerationGroups:
             self.on_device.come_to_rest()
         self._old += [group for group in (self.main, self._side) if group is not None]
         self.main = self._side = None
-
-    def _formation_of_all(self) -> GroupFormation:
-        """Takes what was prepared for this membership, or starts to form its group."""
-        membership = self.membership
-        assert membership is not None
-        with self._preparing:
-            prepared, self._prepared = self._prepared, None
-        if prepared is not None:
-            command = prepared.command
-            if (command.generation, command.number) == (membership.generation, membership.prepared):
-                self._control.at_end(prepared.formation.abort)
-                return prepared.formation
-            prepared.formation.abandon()
-        name = GroupName.main(membership.generation, membership.prepared, self._process)
-        return self._started(name, self.rank, self.world_size)
 
     def _started(self, name: GroupName, rank: int, world_size: int) -> GroupFormation:
         assert self.membership is not None

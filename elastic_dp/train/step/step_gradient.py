@@ -26,6 +26,7 @@ class StepGradient(StepParticipant):
     hook fired twice: then the step is done again, and sends nothing before a backward pass ends."""
 
     name = "gradients"
+    late_sums = False  # whether what leaves add up in the present step is sent in a later one
 
     def __init__(self, leaves: LeafRunner, results: Results, *, seed: int) -> None:
         self.leaves, self.exchange, self.shares = leaves, leaves.gradients.exchange, leaves.shares
@@ -76,11 +77,6 @@ class StepGradient(StepParticipant):
         self.leaves.gradients.begin(
             rounding_seed(self._seed, step), early=not self.leaves.is_observed
         )
-
-    @property
-    def late_sums(self) -> bool:
-        """Whether what leaves add up is sent in a later step."""
-        return False
 
     def sent(self) -> None:
         """The leaves have run. What is not sent yet is sent."""
