@@ -83,17 +83,11 @@ class FaultInjector:
     plan: Sequence[WorkerFault] = ()
     worker: str = ""
     process: int = 0
-    weights: Sequence[torch.Tensor] = ()
+    weights: Sequence[torch.Tensor] = ()  # in which a bit may be flipped
     _passed: dict[int, int] = field(default_factory=dict)
     _began: dict[int, int] = field(default_factory=dict)  # generation -> its first step here
 
-    def watch(self, weights: Sequence[torch.Tensor]) -> None:
-        """Sets the weights in which a bit may be flipped."""
-        self.weights = weights
-
     def point(self, name: str, step: int, rank: int, world_size: int, generation: int) -> None:
-        if not self.plan:
-            return
         assert name in POINTS, name
         # A body or an evaluation that continues in a new generation belongs to the step before the
         # first step of that generation.

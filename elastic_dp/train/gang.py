@@ -26,10 +26,6 @@ class Gang:
     control: WorkerControl
     helps_to_gather: bool = False  # the first process takes checkpoints
 
-    def exchange(self, payload: bytes) -> list[bytes]:
-        """Returns the payloads of all processes, in order. All of them call it."""
-        return self.control.exchange(payload)
-
     def micro_batch(self, virtual_worker: int) -> int:
         """Returns the number of this process's micro-batch of a virtual worker."""
         return virtual_worker * self.size + self.number

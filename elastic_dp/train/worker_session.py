@@ -240,7 +240,7 @@ class WorkerSession:
             control=self.control,
             reporter=self.reporter,
             write_speed=self.status.write_speed,
-            planned_checkpoint=None if self.checkpoints is None else self._plans_checkpoint,
+            planned_checkpoint=None if self.checkpoints is None else self.checkpoints.planned,
             describe_worker=self._described,
             gang=self.gang,
             listen_to_warnings=self.listen_to_warnings,
@@ -249,7 +249,7 @@ class WorkerSession:
         self._parts = build
         build.make_parts()
         self.groups.has_large_buffers = self.transaction.gradient.exchange.is_large
-        self.faults.watch(list(self.state.parameters.values()))
+        self.faults.weights = list(self.state.parameters.values())
         self._transfer = StateTransfer(self)
         kind = build.kind_of(machine_kind(self.device, self.spec.exact))
         software = software_versions(self.device, self.code)
@@ -338,7 +338,7 @@ class WorkerSession:
     def loop_left(self) -> None:
         """Removes what the loop has put into the user's objects."""
         if self.loop.opened:
-            self._parts.variables_guard.close()
+            self.state.model_guard.close()
 
     def serve_until_released(self) -> NoReturn:
         """Remains a source of state after the train function returned, until released."""
@@ -588,10 +588,6 @@ class WorkerSession:
         joined = self.progress.joined_after
         since = f"which joined after step {joined}" if joined else "here from the start"
         return f"worker {self.worker}, {since}"
-
-    def _plans_checkpoint(self, step: int) -> bool:
-        assert self.checkpoints is not None
-        return self.checkpoints.planned(step, self.total_steps)
 
     def _checkpoint_if_requested(self, writers: tuple[WorkerId, ...] = ()) -> None:
         if self._opened_checkpoints is not None:

@@ -36,15 +36,11 @@ def extend(build: StepBuilder) -> None:
 
 
 def check_gang(gang: Gang, model: nn.Module, precision: str | None) -> None:
-    _check_fully_sharded(gang, model)
     if precision == "fp16":
         raise SpecError(
             'precision="fp16" scales the loss, which does not work with processes_per_worker; '
             'use "bf16"'
         )
-
-
-def _check_fully_sharded(gang: Gang, model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if getattr(p, "device_mesh", None) != gang.mesh:
             raise ModelError(
@@ -97,7 +93,7 @@ class GangReduction(GradientExchange):
 
     def _square(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         square = struct.pack("<d", float(super()._square(gradients)))
-        squares = [struct.unpack("<d", given)[0] for given in self._gang.exchange(square)]
+        squares = [struct.unpack("<d", given)[0] for given in self._gang.control.exchange(square)]
         return torch.tensor(sum(squares), dtype=torch.float64)
 
 

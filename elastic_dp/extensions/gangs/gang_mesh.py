@@ -104,7 +104,7 @@ def _on_interface(name: str) -> Iterator[None]:
 
 def kind_of_gang(gang: Gang, own: str, device: torch.device) -> str:
     """Returns the kind of the worker. All processes call it. Raises ClusterError if they differ."""
-    kinds = dict.fromkeys(told.decode() for told in gang.exchange(own.encode()))
+    kinds = dict.fromkeys(told.decode() for told in gang.control.exchange(own.encode()))
     if len(kinds) > 1:
         raise ClusterError(
             "the processes of a worker must have GPUs of one kind, and these differ: "
@@ -112,7 +112,7 @@ def kind_of_gang(gang: Gang, own: str, device: torch.device) -> str:
         )
     if not is_gpu(device):
         return own
-    digest = hashlib.blake2b(b"".join(gang.exchange(_sums(gang, device))), digest_size=4)
+    digest = hashlib.blake2b(b"".join(gang.control.exchange(_sums(gang, device))), digest_size=4)
     return f"{own}; sums of {gang.size} processes {digest.hexdigest()}"
 
 

@@ -116,8 +116,9 @@ class WorkerCheckpointer:
         if self._due_from == taken + 1:
             self._due_from = taken
 
-    def planned(self, step: int, total_steps: int) -> bool:
-        """Returns whether the job plans a checkpoint of `step`. `total_steps`: 0 if not known."""
+    def planned(self, step: int) -> bool:
+        """Returns whether the job plans a checkpoint of `step`."""
+        total_steps = self._session.total_steps
         return self._is_multiple(step) or (0 < total_steps <= step)
 
     def _is_multiple(self, step: int) -> bool:

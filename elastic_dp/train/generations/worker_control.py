@@ -56,6 +56,7 @@ class WorkerControl:
     orphan_timeout_s: float = math.inf
     # When the last heartbeat that a controller answered was sent (of `time.monotonic`).
     renewed_at: Callable[[], float] | None = None
+    release_reason: str | None = None
     idle: bool = False  # the training thread only waits, so a planned end is immediate
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _generation: int = 0  # the one the training thread is in, or was in last
@@ -66,7 +67,6 @@ class WorkerControl:
     _asked: int = 0  # the generation to confirm in the next `wait`
     _to_enter: Membership | None = None
     _checkpoint: CheckpointState | None = None
-    _release: str | None = None
     _stop: str | None = None
     checkpoint_wanted: bool = False  # until the members agree on one
     # This worker's last upload is late: while it is, no member takes the next checkpoint.
@@ -109,7 +109,7 @@ class WorkerControl:
 
     def release(self, reason: str) -> None:
         with self._changed:
-            self._release = reason
+            self.release_reason = reason
             self._end(self._generation)
             self._changed.notify_all()
 
@@ -137,10 +137,6 @@ class WorkerControl:
     @property
     def stop_reason(self) -> str | None:
         return self._stop
-
-    @property
-    def release_reason(self) -> str | None:
-        return self._release
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Returns the payloads of all processes of this worker, in order. All of them call it."""
@@ -170,8 +166,8 @@ class WorkerControl:
         """Waits outside of every generation for what to do next. Raises Released."""
         with self._changed:
             while True:
-                if self._release is not None:
-                    raise Released(self._release)
+                if self.release_reason is not None:
+                    raise Released(self.release_reason)
                 if self._asked:
                     asked, self._asked = self._asked, 0
                     return ConfirmLeft(asked)
@@ -201,8 +197,8 @@ class WorkerControl:
     def wait_for_release(self, timeout_s: float) -> None:
         """Waits for the release, up to `timeout_s`. Raises Released."""
         with self._changed:
-            if self._changed.wait_for(lambda: self._release is not None, timeout_s):
-                raise Released(self._release)
+            if self._changed.wait_for(lambda: self.release_reason is not None, timeout_s):
+                raise Released(self.release_reason)
 
     def at_end(self, call: Callable[[], None]) -> None:
         """Calls this when the present generation ends, on any thread."""
@@ -228,8 +224,8 @@ class WorkerControl:
         evaluation in the body of step k attempts k: a planned end before k aborts it, one at k does
         not."""
         with self._changed:
-            if self._release is not None:
-                raise Released(self._release)
+            if self.release_reason is not None:
+                raise Released(self.release_reason)
             reason = self._over()
             if reason is None and step > self._planned.get(self._generation, step):
                 reason = "planned end"

@@ -157,9 +157,6 @@ class VariablesGuard:
         if written is not None:
             raise LoopError(changed_by_body(written))
 
-    def close(self) -> None:
-        self._body.close()
-
     # ----------------------------------------------------------------------------------- private
 
     def _compare(self, before: _Seen, now: _Seen, warn: Callable[[str], None]) -> None:

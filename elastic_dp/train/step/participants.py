@@ -122,7 +122,7 @@ def propose_all(participants: Iterable[StepParticipant], gang: Gang | None = Non
     """Returns this member's record: the entries of each process of its worker."""
     proposed = ((one.name, one.propose()) for one in participants)
     own = msgpack.packb({name: entry for name, entry in proposed if entry})
-    return msgpack.packb([own] if gang is None else gang.exchange(own))
+    return msgpack.packb([own] if gang is None else gang.control.exchange(own))
 
 
 def agree_all(

@@ -65,6 +65,7 @@ class Transaction:
     def __post_init__(self) -> None:
         self.leaves = self.gradient.leaves
         self.state, self.control = self.leaves.state, self.leaves.control
+        self._passes = self.reporter.pass_point
         names = [one.name for one in self.participants]
         for name in names:
             if names.count(name) > 1:
@@ -222,6 +223,3 @@ class Transaction:
         record, norm = self.state.record, self.gradient.exchange.norm
         if record is not None and record.grad_norm is None and norm is not None:
             record.grad_norm = norm.read()
-
-    def _passes(self, point: str, step: int) -> None:
-        self.reporter.pass_point(point, step)
