@@ -96,8 +96,7 @@ def train(ctx: Any) -> None:
 
 
 def line_of(timing: Any) -> str:
-    times = f"{timing.formed_at:.6f} {timing.copied_at:.6f}"
-    return f"timing {timing.generation} {times} {timing.bytes_received}\n"
+    return f"timing {timing.generation} {timing.formed_at:.6f} {timing.copied_at:.6f}\n"
 
 
 def trainer(
@@ -165,7 +164,6 @@ class Timing(NamedTuple):
     generation: int
     formed_at: float
     copied_at: float
-    bytes_received: int
     worker: str
 
 
@@ -190,9 +188,7 @@ class Record:
                     record.bodies.append(Body(at, step, generation, path.name))
                 else:
                     formed, ready = float(words[1]), float(words[2])
-                    record.timings.append(
-                        Timing(int(words[0]), formed, ready, int(words[3]), path.name)
-                    )
+                    record.timings.append(Timing(int(words[0]), formed, ready, path.name))
         record.bodies.sort()
         if url is not None:
             lines = Path(f"{url}/events.jsonl").read_text().splitlines()

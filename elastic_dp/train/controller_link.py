@@ -78,4 +78,3 @@ class GenerationTiming:
     generation: int
     formed_at: float
     copied_at: float  # when a transfer of its state has ended, if there was one
-    bytes_received: int

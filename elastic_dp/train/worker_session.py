@@ -437,20 +437,20 @@ class WorkerSession:
             # and its memory, before there is more to hold
             self.transaction.gradient.forget_finished()
         formed_at = time.time()
-        taken = self._get_state(membership, plan, payload)
+        self._get_state(membership, plan, payload)
         copied_at = time.time()
         if plan.restores:
             self._read_ahead(membership, self.position.step + 1)
         assert self.groups.main is not None
-        taken += self._get_pieces(membership)
+        self._get_pieces(membership)
         self._open_transaction(self.groups.main, membership)
-        self.timings.append(GenerationTiming(membership.generation, formed_at, copied_at, taken))
+        self.timings.append(GenerationTiming(membership.generation, formed_at, copied_at))
         self.report("compute")
 
     def _get_state(
         self, membership: Membership, plan: TransferPlan, payload: StatePayload | None
-    ) -> int:
-        """Restores, sends or receives the state, or neither. Returns the bytes received."""
+    ) -> None:
+        """Restores, sends or receives the state, or neither."""
         main = self.groups.main
         assert main is not None
         if plan.restores:
@@ -459,24 +459,24 @@ class WorkerSession:
         if plan.restores or membership.source == self.worker:
             self.progress.has_initial_state(membership.lineage_id)
         if plan.restores or not plan.receivers:
-            return 0
-        received, lineage_id = 0, membership.lineage_id
+            return
+        lineage_id = membership.lineage_id
         joining = self._joining.ranks_now
         if joining:
             behind = [rank for rank in plan.receivers if rank not in joining]
             if behind:
                 to_them = replace(plan, receivers=behind)
-                received = self._transfer.move(main, to_them, payload, lineage_id)
+                self._transfer.move(main, to_them, payload, lineage_id)
                 payload = self._transfer.payload() if main.rank in behind else payload
             plan = replace(plan, receivers=sorted(joining))
             kept = self._joining.kept_of(lineage_id)
             possible, keeps = self._transfer.begin_join(main, plan, payload, kept)
             if self._joining.start(main, plan.source, possible=possible, keeps=keeps):
-                return received
+                return
             self._join_gradually(membership, frozenset())
         if main.rank in plan.receivers:
             self._joining.forget()
-        return received + self._transfer.move(main, plan, payload, lineage_id)
+        self._transfer.move(main, plan, payload, lineage_id)
 
     def _join_gradually(self, membership: Membership, ranks: frozenset[int]) -> None:
         """Lets these ranks take the state over while the others train; none: all have it."""
@@ -505,19 +505,18 @@ class WorkerSession:
         next_step = self.position.step + 1
         self.transaction.open(main, membership, next_step, self.progress.lineage_id)
 
-    def _get_pieces(self, membership: Membership) -> int:
-        """Receives its pieces of a divided optimizer state. Returns the bytes received."""
+    def _get_pieces(self, membership: Membership) -> None:
+        """Receives its pieces of a divided optimizer state."""
         holders, main = self.state.holders, self.groups.main
         if not holders.is_divided:
-            return 0
+            return
         assert main is not None
         self.report("receive")
         self.pass_point("receiving_pieces")
         given = membership.generation, membership.topology
-        nbytes = holders.open(main, *given, at_once=membership.copies_first)
+        holders.open(main, *given, at_once=membership.copies_first)
         if self.checkpoints is not None:
             self.checkpoints.has_pieces_among(self.weights.members)
-        return nbytes
 
     def _read_ahead(self, membership: Membership, next_step: int) -> None:
         leaves = self.transaction.leaves

@@ -84,17 +84,14 @@ class StateTransfer:
 
     def move(
         self, group: ProcessGroup, plan: TransferPlan, payload: StatePayload | None, lineage_id: int
-    ) -> int:
+    ) -> None:
         """Sends the state to the receivers of `plan`, or receives it: all of it or nothing.
-        `payload`: of a member that has the state. Returns the number of bytes received. Raises
-        GroupError."""
+        `payload`: of a member that has the state. Raises GroupError."""
         self._enters(sends=payload is not None)
         told, alike = self._tell(group, plan, payload)
-        nbytes = self._move(group, plan, told, alike)
-        if payload is not None or group.rank not in plan.receivers:
-            return 0
-        self._adopt(told, lineage_id)
-        return nbytes
+        self._move(group, plan, told, alike)
+        if payload is None and group.rank in plan.receivers:
+            self._adopt(told, lineage_id)
 
     def begin_join(
         self,
@@ -161,7 +158,7 @@ class StateTransfer:
         alike: Sequence[int],
         *,
         arrived: bool = False,
-    ) -> int:
+    ) -> None:
         """Moves the tensors; those that any member sends only if they have not `arrived`."""
         units, have = list[StateUnit](), list[Sequence[int]]()
         by_any = (spec.name.startswith(_ANY_MEMBER_SENDS) for spec in payload.specs)
@@ -173,10 +170,9 @@ class StateTransfer:
             units += parts
             have += [alike if any_sends else [plan.source]] * len(parts)
         began, nbytes = time.monotonic(), sum(unit.nbytes for unit in units)
-        received = move(group, units, have, [plan.receivers] * len(units))
+        move(group, units, have, [plan.receivers] * len(units))
         if nbytes >= _LEAST_MEASURED_BYTES:
             self._bytes_per_s = nbytes / (time.monotonic() - began)
-        return received
 
     def _adopt(self, payload: StatePayload, lineage_id: int) -> None:
         tree, joins = payload.tree(), not self._progress.has_state
