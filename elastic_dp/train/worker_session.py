@@ -402,12 +402,7 @@ class WorkerSession:
         self.state.holders.close()
         generation = self.control.leave()
         self.groups.leave()
-        self._post_stopped(
-            generation,
-            str(reason),
-            pieces_lost=isinstance(reason, PiecesLost),
-            members_missing=isinstance(reason, MembersMissing),
-        )
+        self._post_stopped(generation, reason)
 
     def leave_if_ended(self) -> None:
         if self.groups.main is not None:
@@ -523,29 +518,22 @@ class WorkerSession:
         mine = leaves.shares.of_rank(membership, self.groups.rank, next_step)
         leaves.data.read_ahead(next_step, mine)
 
-    def _post_stopped(
-        self,
-        generation: int,
-        reason: str,
-        *,
-        pieces_lost: bool = False,
-        members_missing: bool = False,
-    ) -> None:
+    def _post_stopped(self, generation: int, reason: str | GroupError) -> None:
         self.link.post(
             WorkerStopped(
                 self.worker,
                 generation,
                 self.position,
                 self.progress.has_state,
-                reason,
+                str(reason),
                 at_head=not self.loop.in_body,
                 lineage_id=self.progress.lineage_id,
                 mismatch=self.weights.mismatch,
                 finished=self.transaction.gradient.finished_nodes(self.position.step + 1),
                 partial=self.progress.has_state and not self.state.holders.has_all,
                 lacks_copies=self.state.holders.lacks_copies(generation),
-                pieces_lost=pieces_lost,
-                members_missing=members_missing,
+                pieces_lost=isinstance(reason, PiecesLost),
+                members_missing=isinstance(reason, MembersMissing),
             )
         )
 
