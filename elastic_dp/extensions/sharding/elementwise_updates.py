@@ -21,6 +21,7 @@ import torch
 from elastic_dp.distributed.gradient_units import CUT_ELEMENTS, elements_per_unit
 from elastic_dp.train.exactness.torch_optimizers import ELEMENTWISE
 from elastic_dp.train.master_weights import MasterWeights, class_of
+from elastic_dp.train.state.tensor_digests import same_bits
 
 _STEPS = 3  # the first makes the state, and RAdam is rectified later only in its scalars
 
@@ -78,7 +79,7 @@ def updates_equal_in_pieces(
         whole = _updated(make_optimizer, options, draws)
         for first, last in itertools.pairwise(cuts):
             piece = _updated(make_optimizer, options, [draw[first:last].clone() for draw in draws])
-            if not all(_same_bits(a[first:last], b) for a, b in zip(whole, piece, strict=True)):
+            if not all(same_bits(a[first:last], b) for a, b in zip(whole, piece, strict=True)):
                 return False
     return True
 
@@ -96,7 +97,3 @@ def _updated(
     state = optimizer.state[parameter]
     of_elements = [x for _, x in sorted(state.items()) if isinstance(x, torch.Tensor) and x.dim()]
     return [parameter.detach(), *of_elements]
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

@@ -36,7 +36,7 @@ from elastic_dp.distributed.reduction_tree import Node, middle
 from elastic_dp.errors import LoopError, ModelError
 from elastic_dp.train.gang import Gang
 from elastic_dp.train.state.module_attributes import ModuleAttributes
-from elastic_dp.train.state.tensor_digests import INTEGERS
+from elastic_dp.train.state.tensor_digests import bits_of, same_bits
 from elastic_dp.train.state.train_state import extra_states
 from elastic_dp.train.step.participants import StepParticipant, Verdict, either_of
 
@@ -112,7 +112,7 @@ class ModuleBuffers(StepParticipant):
             changed = dict(leaf.values)
             for i in leaf.values:
                 changed[i] = value = next(values)
-                if i not in leaf.written and _same_bits(value, self._own[i].on_host):
+                if i not in leaf.written and same_bits(value, self._own[i].on_host):
                     del changed[i]
             self._leaves[v] = LeafBuffers(changed, leaf.written)
         body = self._leaves.pop(_BODY, None)
@@ -338,7 +338,7 @@ class _Buffer:
         self.name, self.tensor, self.home = name, tensor, tensor.detach()
         self.slots: list[tuple[nn.Module, str]] = []
         self.committed = self.on_host = self.home.clone()
-        self._bits, self._committed_bits = _bits_of(self.home), _bits_of(self.committed)
+        self._bits, self._committed_bits = bits_of(self.home), bits_of(self.committed)
         self.is_compared = self.home.numel() <= _COMPARED_NUMEL  # bit by bit
         self.reload()
 
@@ -388,17 +388,6 @@ class _Buffer:
     @property
     def is_count(self) -> bool:
         return all(key == _COUNT for _, key in self.slots)
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(torch.equal(_bits_of(one), _bits_of(other)))
-
-
-def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view as integers, which compare equal for NaN and tell 0.0 from -0.0."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return tensor.view(INTEGERS[tensor.element_size()])
 
 
 def _buffers_of(model: nn.Module) -> list[_Buffer]:

@@ -10,7 +10,7 @@ import xxhash
 
 from elastic_dp.distributed.local_shards import local_of
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest_of(tensors: Sequence[torch.Tensor]) -> str:
@@ -32,5 +32,15 @@ def sums_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the sum of a tensor's bits as integers, of shape () on its device."""
-    integers = torch.int32 if tensor.is_complex() else INTEGERS[tensor.element_size()]
-    return tensor.view(integers).sum(dtype=torch.int64)
+    return bits_of(tensor).sum(dtype=torch.int64)
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a view as integers, which compare equal for NaN and tell 0.0 from -0.0."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(torch.equal(bits_of(one), bits_of(other)))
