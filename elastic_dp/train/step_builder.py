@@ -7,12 +7,11 @@ puts other parts in the place of the plain ones before they are made.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
-from elastic_dp.config import JobSpec
 from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.device.gpu import is_gpu, keep_cublas_config
 from elastic_dp.distributed.gradient_exchange import GradientExchange
@@ -22,15 +21,12 @@ from elastic_dp.distributed.gradient_rounding import Wire, check_wire
 from elastic_dp.distributed.local_shards import is_sharded
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.sampling.step_schedule import StepSchedule
-from elastic_dp.train.gang import Gang
 from elastic_dp.train.generations.gradual_join import GradualJoin
-from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.loop_guard.variables_guard import VariablesGuard
 from elastic_dp.train.master_weights import may_write_to_gradients
-from elastic_dp.train.phase_reporter import PhaseReporter
 from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.train_state import OptimizerHolders, StatePart, TrainState
-from elastic_dp.train.step.batch_source import BatchSource, RowSource
+from elastic_dp.train.step.batch_source import RowSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
 from elastic_dp.train.step.leaf_runner import LeafRunner, WorkShares
 from elastic_dp.train.step.micro_batch import Leaf
@@ -48,30 +44,20 @@ from elastic_dp.train.step.transaction import Transaction
 from elastic_dp.train.step.trial_run import TrialRun
 from elastic_dp.train.steps_arguments import StepsArguments, check_steps_arguments
 
+if TYPE_CHECKING:
+    from elastic_dp.train.worker_session import WorkerSession
 
-@dataclass
+
 class StepBuilder:
-    """What a step is made of. `extend` of an extension gets it when only the arguments are there,
-    and may change what makes the other parts. Nothing runs yet. `planned_checkpoint`: which steps
-    have a checkpoint, as far as all members know before them; None: there is no storage.
-    `describe_worker`: returns who this one is, for messages."""
+    """What a step of a session is made of. `extend` of an extension gets it when only the arguments
+    are there, and may change what makes the other parts. Nothing runs yet."""
 
-    given: StepsArguments
-    spec: JobSpec
-    data: BatchSource
-    device: torch.device
-    control: WorkerControl
-    reporter: PhaseReporter
-    write_speed: Callable[[float], None]
-    planned_checkpoint: Callable[[int], bool] | None
-    describe_worker: Callable[[], str]
-    gang: Gang | None
-    listen_to_warnings: Callable[[], None] = lambda: None
-    inexact_because: Sequence[str] = ()  # grows
-
-    def __post_init__(self) -> None:
+    def __init__(self, given: StepsArguments, session: WorkerSession) -> None:
         """Checks the arguments."""
-        check_steps_arguments(self.given)
+        check_steps_arguments(given)
+        self.given, self.session, self.spec = given, session, session.spec
+        self.data, self.device, self.gang = session.data, session.device, session.gang
+        self.reporter = session.reporter
         self.parameters = dict(self.given.model.named_parameters())
         self.loss_scale = new_loss_scale(self.given.precision)
         self.rows: RowSource = self.data
@@ -94,8 +80,8 @@ class StepBuilder:
 
     def has_checkpoint(self, step: int) -> bool:
         """Whether a step that is about to be committed has one, as far as all members know."""
-        planned = self.planned_checkpoint
-        return planned is not None and (self.wishes.checkpoint or planned(step))
+        checkpoints = self.session.checkpoints
+        return checkpoints is not None and (self.wishes.checkpoint or checkpoints.planned(step))
 
     @property
     def _joins_gradually(self) -> bool:
@@ -106,7 +92,7 @@ class StepBuilder:
 
     def make_parts(self) -> None:
         """Checks the arguments with the job, and makes the parts, with those of extensions."""
-        given, spec, control, reporter = self.given, self.spec, self.control, self.reporter
+        given, spec, session, reporter = self.given, self.spec, self.session, self.reporter
         if spec.exact:
             keep_cublas_config(given.model, self.device)
         check_wire(spec.wire, self.parameters)
@@ -142,7 +128,7 @@ class StepBuilder:
         self.weights = WeightComparison(state.parameters, compared)
         by_speed = spec.scaling.balance == "measured"
         measures = by_speed or is_gpu(self.device)  # where phases do not tell what it computes
-        self.speed = ComputeSpeed(self.device, self.write_speed if measures else None)
+        self.speed = ComputeSpeed(self.device, session.status.write_speed if measures else None)
         shares = WorkShares(self.schedules[0], equal=not by_speed)
         buffers = ModuleBuffers(state.model, shares.virtual_workers, reporter.pass_point, self.gang)
         self.exchange = self.new_exchange(
@@ -160,19 +146,19 @@ class StepBuilder:
             self.gradients,
             buffers,
             shares,
-            control,
+            session.control,
             self.speed,
             reporter.points,
             exact=spec.exact,
             keeps_finished=self.gang is None,  # its processes have not finished the same
         )
         self.joining = GradualJoin(state, shares, allowed=self._joins_gradually)
-        results = self.results = Results(state, self.rows, self.inexact_because, self.gang)
-        self.wishes = Wishes(control)
+        results = self.results = Results(state, self.rows, session.inexact_because, self.gang)
+        self.wishes = Wishes(session.control)
         self.gradient = self.new_gradient(self.leaves, results, seed=spec.data.seed)
         participants = [
             self.wishes,
-            ParameterGroups(state.optimizers.all, self.describe_worker),
+            ParameterGroups(state.optimizers.all, session.described),
             results,
             self.joining,
             self.weights,

@@ -193,6 +193,12 @@ class WorkerSession:
     def _joining(self) -> GradualJoin:
         return self._parts.joining
 
+    def described(self) -> str:
+        """Returns who this worker is, for messages."""
+        joined = self.progress.joined_after
+        since = f"which joined after step {joined}" if joined else "here from the start"
+        return f"worker {self.worker}, {since}"
+
     def report_evaluations(self, *, ended: bool) -> None:
         """Reports how often this worker has called ctx.evaluate in this body, or after the loop."""
         body = 2 * self.position.step + self.loop.exhausted
@@ -232,21 +238,7 @@ class WorkerSession:
             self.link.say(f"WARNING: {decay}")
         if handlers() != self.loop.handlers:  # in this process, if it is not a worker of Ray
             raise LoopError(NO_HANDLERS)
-        build = StepBuilder(
-            given,
-            self.spec,
-            data=self.data,
-            device=self.device,
-            control=self.control,
-            reporter=self.reporter,
-            write_speed=self.status.write_speed,
-            planned_checkpoint=None if self.checkpoints is None else self.checkpoints.planned,
-            describe_worker=self._described,
-            gang=self.gang,
-            listen_to_warnings=self.listen_to_warnings,
-            inexact_because=self.inexact_because,
-        )
-        self._parts = build
+        self._parts = build = StepBuilder(given, self)
         build.make_parts()
         self.groups.has_large_buffers = self.transaction.gradient.exchange.is_large
         self.faults.weights = list(self.state.parameters.values())
@@ -570,11 +562,6 @@ class WorkerSession:
         """Returns whether the run may start from this worker's weights. It may not if the worker's
         code made them knowing that they do not count."""
         return self.is_source or not self.loop.read_is_source
-
-    def _described(self) -> str:
-        joined = self.progress.joined_after
-        since = f"which joined after step {joined}" if joined else "here from the start"
-        return f"worker {self.worker}, {since}"
 
     def _checkpoint_if_requested(self, writers: tuple[WorkerId, ...] = ()) -> None:
         if self._opened_checkpoints is not None:

@@ -79,7 +79,7 @@ class Leaf:
         self._device, self._seed, self._speed = build.device, spec.data.seed, build.speed
         self._report, self._exact = build.reporter.report, spec.exact
         self.rows, self._refuses_none = build.rows, refuses_none
-        self._listen_to_warnings = build.listen_to_warnings
+        self._listen_to_warnings = build.session.listen_to_warnings
         self.autocast = autocast(given.precision, build.device)
         self._asynchronous = accelerator_of(build.device).asynchronous
         # The number by which random ones are drawn.
