@@ -67,7 +67,7 @@ class StepBuilder:
         self.note_gradient: Callable[[int], None] | None = None
         self.new_exchange: Callable[..., GradientExchange] = GradientExchange
         self.new_leaf: Callable[[StepBuilder], Leaf] = Leaf
-        self.new_gradient: Callable[..., StepGradient] = StepGradient
+        self.new_gradient: Callable[[StepBuilder], StepGradient] = StepGradient
         self.kind_of: Callable[[str], str] = lambda own: own  # by the kind of this machine
         self.new_participants: list[Callable[[], StepParticipant]] = []
         # What changes with the step in how a job is distributed.
@@ -92,7 +92,7 @@ class StepBuilder:
 
     def make_parts(self) -> None:
         """Checks the arguments with the job, and makes the parts, with those of extensions."""
-        given, spec, session, reporter = self.given, self.spec, self.session, self.reporter
+        given, spec, session = self.given, self.spec, self.session
         if spec.exact:
             keep_cublas_config(given.model, self.device)
         check_wire(spec.wire, self.parameters)
@@ -130,7 +130,9 @@ class StepBuilder:
         measures = by_speed or is_gpu(self.device)  # where phases do not tell what it computes
         self.speed = ComputeSpeed(self.device, session.status.write_speed if measures else None)
         shares = WorkShares(self.schedules[0], equal=not by_speed)
-        buffers = ModuleBuffers(state.model, shares.virtual_workers, reporter.pass_point, self.gang)
+        buffers = ModuleBuffers(
+            state.model, shares.virtual_workers, self.reporter.pass_point, self.gang
+        )
         self.exchange = self.new_exchange(
             state.parameters.values(),
             clipping=GradientClipping(given.clip_norm, given.clip_value),
@@ -139,27 +141,15 @@ class StepBuilder:
         self.gradients = GradientReducer(
             state.parameters, self.wire, self.note_gradient, exchange=self.exchange
         )
-        self.leaves = LeafRunner(
-            self.new_leaf(self),
-            self.rows,
-            state,
-            self.gradients,
-            buffers,
-            shares,
-            session.control,
-            self.speed,
-            reporter.points,
-            exact=spec.exact,
-            keeps_finished=self.gang is None,  # its processes have not finished the same
-        )
+        self.leaves = LeafRunner(self, buffers, shares)
         self.joining = GradualJoin(state, shares, allowed=self._joins_gradually)
-        results = self.results = Results(state, self.rows, session.inexact_because, self.gang)
+        self.results = Results(state, self.rows, session.inexact_because, self.gang)
         self.wishes = Wishes(session.control)
-        self.gradient = self.new_gradient(self.leaves, results, seed=spec.data.seed)
+        self.gradient = self.new_gradient(self)
         participants = [
             self.wishes,
             ParameterGroups(state.optimizers.all, session.described),
-            results,
+            self.results,
             self.joining,
             self.weights,
             *([DeviceConnections()] if accelerator_of(self.device).asynchronous else ()),
@@ -168,17 +158,8 @@ class StepBuilder:
             *(make() for make in self.new_participants),
             *given.participants,
         ]
-        self.transaction = Transaction(
-            self.gradient,
-            results,
-            self.wishes,
-            participants,
-            self.schedules,
-            reporter,
-            spec.data.seed,
-            self.gang,
-        )
-        self.trial = TrialRun(self.leaves, given.loss_fn, self.device, self.gang)
+        self.transaction = Transaction(self, participants)
+        self.trial = TrialRun(self)
         self.variables_guard = VariablesGuard(state, buffers, given.loss_fn, given.inner_optimizer)
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from elastic_dp.coordinator.messages import whole_blocks
 from elastic_dp.distributed.gradient_buckets import Gradients
@@ -45,22 +44,15 @@ def extend(build: StepBuilder) -> None:
     staleness = StepSchedule(build.spec.staleness_by_step)
     build.schedules.append(staleness)
     build.previous = previous = PreviousStep(build.given.model, build.loss_scale)
-    build.new_gradient = partial(DelayedGradient, build, previous, staleness)
+    build.new_gradient = partial(DelayedGradient, previous, staleness)
 
 
 class DelayedGradient(StepGradient):
     """The gradient of the step before, in the steps that `staleness` delays."""
 
-    def __init__(
-        self,
-        build: StepBuilder,
-        previous: PreviousStep,
-        staleness: StepSchedule,
-        *given: Any,
-        **more: Any,
-    ) -> None:
-        """`staleness`: of each step. `given`, `more`: see `StepGradient`."""
-        super().__init__(*given, **more)
+    def __init__(self, previous: PreviousStep, staleness: StepSchedule, build: StepBuilder) -> None:
+        """`staleness`: of each step."""
+        super().__init__(build)
         self.previous, self._staleness = previous, staleness
         self._sender = GradientReducer(
             build.parameters, build.wire, exchange=self.exchange, computes=False

@@ -12,21 +12,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 
 from elastic_dp.coordinator.messages import Membership, whole_blocks
 from elastic_dp.distributed.gradient_buckets import Gradients
-from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.reduction_tree import Node, Share, TreeLeaf, fold
 from elastic_dp.sampling.step_schedule import StepSchedule
-from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.state.module_buffers import LeafBuffers, ModuleBuffers
-from elastic_dp.train.state.train_state import TrainState
-from elastic_dp.train.step.batch_source import RowSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
-from elastic_dp.train.step.micro_batch import Leaf, MicroBatchResult
+from elastic_dp.train.step.micro_batch import MicroBatchResult
 from elastic_dp.train.step.participants import StepParticipant
+
+if TYPE_CHECKING:
+    from elastic_dp.train.step_builder import StepBuilder
 
 
 class WorkShares:
@@ -132,28 +132,23 @@ class FinishedWork:
         self.nodes[node] = finished
 
 
-@dataclass
 class LeafRunner:
-    """`keeps_finished`: whether what is finished of an aborted step can be used again."""
-
-    leaf: Leaf
-    data: RowSource
-    state: TrainState
-    gradients: GradientReducer
-    buffers: ModuleBuffers
-    shares: WorkShares
-    control: WorkerControl
-    speed: ComputeSpeed
-    points: Callable[[str, int], None] | None  # of `PhaseReporter`
-    exact: bool
-    keeps_finished: bool = True
-    lineage_id: int = 0  # of the state; see `Membership.lineage_id`
-    # Advances gradients of an earlier step that are in flight.
-    between_leaves: Callable[[], None] | None = None
-    results: dict[int, MicroBatchResult] = field(default_factory=dict)  # of the present step
-    _finished: FinishedWork | None = None  # of a step that was aborted
-    _observers: Sequence[StepParticipant] = ()
-    _expected: tuple[int, float] = (0, 0.0)  # the weight of a step, in one attempt
+    def __init__(self, build: StepBuilder, buffers: ModuleBuffers, shares: WorkShares) -> None:
+        self.leaf, self.data, self.exact = build.new_leaf(build), build.rows, build.spec.exact
+        self.state, self.gradients = build.state, build.gradients
+        self.buffers: ModuleBuffers = buffers
+        self.shares: WorkShares = shares
+        self.control, self.points = build.session.control, build.reporter.points
+        self.speed: ComputeSpeed = build.speed
+        # The processes of a worker have not finished the same of a step that was aborted.
+        self._keeps_finished = build.gang is None
+        self.lineage_id: int = 0  # of the state; see `Membership.lineage_id`
+        # Advances gradients of an earlier step that are in flight.
+        self.between_leaves: Callable[[], None] | None = None
+        self.results: dict[int, MicroBatchResult] = {}  # of the present step
+        self._finished: FinishedWork | None = None  # of a step that was aborted
+        self._observers: Sequence[StepParticipant] = ()
+        self._expected = 0, 0.0  # the weight of a step, in one attempt
 
     # ----------------------------------------------------------------------------- a step
 
@@ -281,7 +276,7 @@ class LeafRunner:
         """Ends a step. Keeps what is finished of one that was aborted."""
         if not aborted:
             self._finished = None
-        elif self.keeps_finished and self._finished is not None:
+        elif self._keeps_finished and self._finished is not None:
             self._keep(self._finished)
         self.results = {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,15 +11,16 @@ from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_tree import Node
 from elastic_dp.sampling.seeds import rounding_seed
-from elastic_dp.train.step.leaf_runner import LeafRunner
 from elastic_dp.train.step.loss_result import not_finite, total_weight
 from elastic_dp.train.step.participants import (
-    Results,
     RetryStep,
     StepParticipant,
     Verdict,
     either_of,
 )
+
+if TYPE_CHECKING:
+    from elastic_dp.train.step_builder import StepBuilder
 
 
 class StepGradient(StepParticipant):
@@ -28,10 +30,10 @@ class StepGradient(StepParticipant):
     name = "gradients"
     late_sums = False  # whether what leaves add up in the present step is sent in a later one
 
-    def __init__(self, leaves: LeafRunner, results: Results, *, seed: int) -> None:
-        self.leaves, self.exchange, self.shares = leaves, leaves.gradients.exchange, leaves.shares
-        self._results, self._state, self._seed = results, leaves.state, seed
-        self.sums = leaves.gradients  # what sends the gradient that is applied
+    def __init__(self, build: StepBuilder) -> None:
+        self.leaves, self.exchange, self.shares = build.leaves, build.exchange, build.leaves.shares
+        self._results, self._state, self._seed = build.results, build.state, build.spec.data.seed
+        self.sums = build.gradients  # what sends the gradient that is applied
         self.used = b""  # by parameter of the layout, whether any virtual worker gave it a gradient
         self._step = 0
         self._group: ProcessGroup | None = None

@@ -22,50 +22,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from elastic_dp.coordinator.messages import Membership
 from elastic_dp.device.global_generators import seed_everything
 from elastic_dp.distributed.process_group import ProcessGroup, RecordGather
 from elastic_dp.errors import GroupError, SpecError
 from elastic_dp.sampling.seeds import body_seed
-from elastic_dp.sampling.step_schedule import StepSchedule
-from elastic_dp.train.gang import Gang
-from elastic_dp.train.phase_reporter import PhaseReporter
 from elastic_dp.train.state.train_state import StepRecord
 from elastic_dp.train.step.loss_result import mean, mean_metrics
 from elastic_dp.train.step.participants import (
-    Results,
     RetryStep,
     StepParticipant,
     StopAgreed,
-    Wishes,
     agree_all,
     propose_all,
 )
-from elastic_dp.train.step.step_gradient import StepGradient
+
+if TYPE_CHECKING:
+    from elastic_dp.train.step_builder import StepBuilder
 
 
-@dataclass
 class Transaction:
-    """Runs steps. `schedules`: what changes with the step in how a job is distributed. `gang`: the
-    processes of this worker, if it has several."""
+    """Runs steps, with all `participants`."""
 
-    gradient: StepGradient
-    results: Results
-    wishes: Wishes
-    participants: Sequence[StepParticipant]  # all of them, with these three
-    schedules: Sequence[StepSchedule]
-    reporter: PhaseReporter
-    seed: int
-    gang: Gang | None
-    _group: ProcessGroup | None = None
-    _distributed: tuple[int, ...] = ()  # the values of the schedules, as work is distributed now
-
-    def __post_init__(self) -> None:
-        self.leaves = self.gradient.leaves
-        self.state, self.control = self.leaves.state, self.leaves.control
-        self._passes = self.reporter.pass_point
+    def __init__(self, build: StepBuilder, participants: Sequence[StepParticipant]) -> None:
+        self.participants, self.gradient, self.leaves = participants, build.gradient, build.leaves
+        self.results, self.wishes, self.state = build.results, build.wishes, build.state
+        self.reporter, self.control = build.reporter, build.session.control
+        self.schedules, self.gang, self.seed = build.schedules, build.gang, build.spec.data.seed
+        self._passes = build.reporter.pass_point
+        self._group: ProcessGroup | None = None
+        self._distributed: tuple[int, ...] = ()  # values of the schedules, as work is distributed
         names = [one.name for one in self.participants]
         for name in names:
             if names.count(name) > 1:

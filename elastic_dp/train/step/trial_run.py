@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,9 +38,10 @@ from elastic_dp.train.exactness.facts import (
     listed,
     with_values,
 )
-from elastic_dp.train.gang import Gang
-from elastic_dp.train.step.leaf_runner import LeafRunner
-from elastic_dp.train.step.micro_batch import LossFn, MicroBatchResult
+from elastic_dp.train.step.micro_batch import MicroBatchResult
+
+if TYPE_CHECKING:
+    from elastic_dp.train.step_builder import StepBuilder
 
 _NAMED = 5  # differences that a message names
 
@@ -59,21 +60,15 @@ class ProbeOutcome:
 class TrialRun:
     """A trial of the virtual worker with the most rows."""
 
-    def __init__(
-        self,
-        leaves: LeafRunner,
-        loss_fn: LossFn,
-        device: torch.device,
-        gang: Gang | None = None,
-    ) -> None:
-        self.device, self.exact = device, leaves.exact
-        self._leaves, self._leaf, self._loss_fn = leaves, leaves.leaf, loss_fn
-        self._state, self._buffers = leaves.state, leaves.buffers
+    def __init__(self, build: StepBuilder) -> None:
+        self.device, self.exact, self._loss_fn = build.device, build.spec.exact, build.given.loss_fn
+        self._leaves, self._leaf = build.leaves, build.leaves.leaf
+        self._state, self._buffers = build.state, build.leaves.buffers
         self._written: str | None = None  # see `_watched_gradients`
         self.changing: list[str] = []  # what the probe has seen to change each time
         # The other processes of a worker wait for one that raises.
         self._tolerates: Callable[[], AbstractContextManager[None]] = (
-            suppress_errors_of_code if gang is None else nullcontext
+            suppress_errors_of_code if build.gang is None else nullcontext
         )
 
     def warm_up(self) -> None:

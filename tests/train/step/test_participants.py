@@ -88,12 +88,14 @@ def control(**values):
 
 def flags(late, used):
     reducer = SimpleNamespace(late=late, used=used, drop=lambda: None, begin=lambda *_, **__: None)
-    reducer.exchange = SimpleNamespace(finish=lambda *_: None, assign=lambda: None, divided_by=1)
+    exchange = SimpleNamespace(finish=lambda *_: None, assign=lambda: None, divided_by=1)
     leaves = SimpleNamespace(
         gradients=reducer, is_observed=False, expected_weight=lambda _: 2.0, shares=None, scale=1.0
     )
-    leaves.state = SimpleNamespace(loss_scale=None)
-    return StepGradient(leaves, results_of(0), seed=0)
+    build = SimpleNamespace(leaves=leaves, gradients=reducer, exchange=exchange)
+    build.results, build.state = results_of(0), SimpleNamespace(loss_scale=None)
+    build.spec = SimpleNamespace(data=SimpleNamespace(seed=0))
+    return StepGradient(build)
 
 
 def weights(value):
