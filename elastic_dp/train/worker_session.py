@@ -441,7 +441,7 @@ class WorkerSession:
         main = self.groups.main
         assert main is not None
         if plan.restores:
-            self._transfer.restore(main, membership, self.checkpoints)
+            self._transfer.restore(main)
             check_schedule_lasts(self.state.scheduler, self.total_steps, self.position.step)
         if plan.restores or membership.source == self.worker:
             self.progress.has_initial_state(membership.lineage_id)

@@ -19,8 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import device_types, taking_apart
 from elastic_dp.checkpoint.checkpoint_writer import WrittenBlobs
@@ -28,7 +26,7 @@ from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord
 from elastic_dp.checkpoint.exporting import naming_of
 from elastic_dp.checkpoint.uploader import Uploader
 from elastic_dp.config import CheckpointConfig
-from elastic_dp.coordinator.messages import Membership, Signature, WorkerId
+from elastic_dp.coordinator.messages import Signature, WorkerId
 from elastic_dp.distributed.local_shards import local_of
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import (
@@ -273,8 +271,6 @@ class WorkerCheckpointer:
     def restore(
         self,
         group: ProcessGroup,
-        membership: Membership,
-        device: torch.device,
         enters: Callable[[str], None],
         share: Callable[[Any, int, Mapping[str, str]], Any] | None = None,
     ) -> tuple[int, dict[str, Any]]:
@@ -285,7 +281,8 @@ class WorkerCheckpointer:
         the tree, the step and `_places_here`, and returns what of the tree is for this process.
         Raises RunMismatch if the checkpoint is not of this job.
         """
-        state = self._session.state
+        state, membership = self._session.state, self._session.membership
+        assert membership is not None
         holders, among = state.holders, (len(membership.members), membership.topology)
 
         def damaged(error: CheckpointDamaged) -> None:
@@ -315,7 +312,9 @@ class WorkerCheckpointer:
             places = _places_here(commit, state)
             if share is not None:
                 tree = share(tree, commit.step, places)
-            state.adopt(rehome_state(tree, device, state.own_tensors, places), body=True)
+            state.adopt(
+                rehome_state(tree, self._session.device, state.own_tensors, places), body=True
+            )
             holders.restore(read, places, membership.rank(self._worker), *among)
         if group.rank == 0:  # the others would report the same
             self._link.say(f"going on from step {commit.step}")

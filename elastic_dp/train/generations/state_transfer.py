@@ -28,7 +28,6 @@ from elastic_dp.train.state.state_payload import (
 )
 
 if TYPE_CHECKING:
-    from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
     from elastic_dp.train.worker_session import WorkerSession
 
 # What a step changes has the same bits on all members at one step, so any of them can send it. What
@@ -193,14 +192,10 @@ class StateTransfer:
         # worker keeps the hyper-parameters that its own body set.
         self._progress.took_over(position, tree["evaluations"], tree["ended"], lineage_id)
 
-    def restore(
-        self,
-        group: ProcessGroup,
-        membership: Membership,
-        checkpoints: WorkerCheckpointer | None,
-    ) -> None:
+    def restore(self, group: ProcessGroup) -> None:
         """Restores the newest checkpoint, together with all members. The first process of a worker
-        has `checkpoints`, and hands out what it reads."""
+        has checkpoints, and hands out what it reads."""
+        checkpoints = self._session.checkpoints
         if checkpoints is None:
             self._restore_part()
             return
@@ -210,8 +205,7 @@ class StateTransfer:
             self._session.pass_point({"restore": "restoring", "receive": "sharing"}[phase])
 
         share = None if self._gang is None else self._share
-        device = self._session.device
-        self._restored(*checkpoints.restore(group, membership, device, enters, share))
+        self._restored(*checkpoints.restore(group, enters, share))
 
     def _restore_part(self) -> None:
         """Takes over what the first process of this worker has restored for this one."""
