@@ -183,7 +183,9 @@ class HeldValues:
         if isinstance(value, partial):
             inner = self._content_of(value.func, path, refuses=refuses)
             held: list[Any] = [value.args, value.keywords, inner]
-        elif isinstance(value, types.FunctionType) and not _is_of_process(value):
+        elif _is_of_process(value):  # also our own hooks: a body is watched while it runs
+            return []
+        elif isinstance(value, types.FunctionType):
             held = [*closure_of(value).values()]
         elif isinstance(value, types.MethodType) and id(value.__self__) not in self._known:
             attributes, refuses = getattr(value.__self__, "__dict__", {}), False
@@ -361,8 +363,8 @@ def _is_object(value: Any) -> bool:
 
 
 def _is_of_process(value: Any) -> bool:
-    """Returns whether a class or a function is one of `_PROCESS`."""
-    return str(value.__module__).partition(".")[0] in _PROCESS
+    """Returns whether a class, a function or a method is of `_PROCESS`."""
+    return str(getattr(value, "__module__", "")).partition(".")[0] in _PROCESS
 
 
 def _made_in_step(path: str) -> ModelError:

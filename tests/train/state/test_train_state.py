@@ -393,6 +393,14 @@ def test_a_hook_that_is_a_method_and_changes_its_object_is_refused(name):
     assert words in refusal(with_method(name))
 
 
+def test_state_is_sent_while_a_body_runs():
+    """As to a worker that joins while the members evaluate."""
+    model = classifier()
+    state = TrainState(model, adamw(model), None, None, {})
+    state.model_guard.begin()
+    assert [*state.tree([], None)["body"]["held"]["optimizers"][0]["hooks"]["values"]] == []
+
+
 def test_a_cycle_whose_function_counts_is_refused():
     words = "scheduler.scale_fn, or a variable that it uses, has changed"
     assert words in refusal(cycling(Amplitude().of_cycle))
