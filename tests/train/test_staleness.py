@@ -11,8 +11,11 @@ from elastic_dp.data import open_data
 from elastic_dp.distributed.cross_worker_reduction import BucketReduction
 from elastic_dp.errors import LossError, SpecError
 from elastic_dp.extensions.delayed import DelayedGradient
+from elastic_dp.extensions.delayed.previous_step import PreviousStep
 from elastic_dp.sampling.step_schedule import StepSchedule
+from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.step.leaf_runner import LeafRunner
+from elastic_dp.train.step.precision import LossScale
 from tests.patience import eventually
 from tests.runs import group, local, spec_of
 from tests.train.jobs import Kept, adamw, classifier, classify, cross_entropy, plain
@@ -330,6 +333,18 @@ def test_loss_that_depends_on_the_body_in_a_way_that_is_not_seen_is_refused(stal
     spec = spec_of(steps=6, staleness=staleness)
     with pytest.raises(LossError, match=rf"loss of step {step} on virtual worker 0 .* staleness=1"):
         local(spec, train)
+
+
+def test_leaves_of_the_step_before_have_its_loss_scale_each_time_that_they_run_again():
+    model, scale = classifier(), LossScale(8.0)
+    previous = PreviousStep(model, scale)
+    buffers = ModuleBuffers(model, lambda step: 4, lambda point, step: None)
+    previous.record(1, 1.0, {}, buffers)
+    scale.step_ended(overflow=True)
+    for _ in range(2):
+        with previous.weights(buffers):
+            assert scale.scale == 8.0
+        assert scale.scale == 4.0
 
 
 def test_noise_scale_is_refused_before_the_first_step():

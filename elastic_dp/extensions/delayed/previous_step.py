@@ -80,9 +80,7 @@ class PreviousStep:
     def weights(self, buffers: ModuleBuffers) -> Iterator[None]:
         """A context in which the model is as it was in this step."""
         training = [module.training for module in self._model.modules()]
-        scale = self._loss_scale
-        scaled = contextlib.nullcontext() if scale is None else scale.replaced(self._scale)
-        with buffers.replaced(self._buffers), scaled:
+        with buffers.replaced(self._buffers):
             self._swap()
             set_modes(self._model, self._training)
             try:
@@ -131,6 +129,8 @@ class PreviousStep:
 
     @torch.no_grad()
     def _swap(self) -> None:
+        if self._loss_scale is not None:
+            self._loss_scale.scale, self._scale = self._scale, self._loss_scale.scale
         for p, value in zip(self._parameters, self._values, strict=True):
             now = p.detach().clone()
             p.copy_(value)

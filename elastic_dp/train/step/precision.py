@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,15 +32,6 @@ class LossScale:
     scale: float = 65536.0
     growth_interval: int = 2000
     steps_since_overflow: int = 0
-
-    @contextlib.contextmanager
-    def replaced(self, scale: float) -> Iterator[None]:
-        """A context in which the scale is another one."""
-        now, self.scale = self.scale, scale
-        try:
-            yield
-        finally:
-            self.scale = now
 
     def step_ended(self, overflow: bool) -> None:
         """Adjusts the scale after a step. `overflow`: a gradient was infinite or NaN."""
