@@ -192,7 +192,7 @@ class Leaves(LeafRunner):
         self.shares = SimpleNamespace(
             of_all=lambda step: [()], rank=0, virtual_workers=lambda step: 8
         )
-        self.lineage_id = 1
+        self.lineage_id, self._finished = 1, None
         self.run_step(6)
         self._finished.add((0, 4), node_of(0))
 
