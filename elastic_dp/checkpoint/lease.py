@@ -32,10 +32,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from elastic_dp.errors import FileDamaged, LeaseLost, RunMismatch
-from elastic_dp.storage import ObjectMissing, Store
-from elastic_dp.storage.json_files import make, parse_json, path_in
+from elastic_dp.errors import FileDamaged, LeaseLost
+from elastic_dp.storage import Store
+from elastic_dp.storage.json_files import make, path_in, read_json
 
+_FORMAT = 1  # absent in records
 _NAME = re.compile(r"(\d{10})\.json")
 _LONG_AGO = 10  # leases
 _KEPT = 8  # old objects stay, so that a number in use by a slow claimant is rarely free again
@@ -158,10 +159,9 @@ class Lease:
         """Returns the newest lease record, whoever holds it, or None."""
         numbers = self._numbers()
         while numbers:
-            try:
-                return self._read(numbers[-1])
-            except ObjectMissing:  # deleted in the meantime: there are newer ones
-                numbers = self._numbers()
+            if (found := self._read(numbers[-1])) is not None:
+                return found
+            numbers = self._numbers()  # it was deleted in the meantime: there are newer ones
         used = self._used()  # the lease objects were deleted
         return Record(used, "", "", "released", 0.0) if used else None
 
@@ -222,17 +222,14 @@ class Lease:
             else:
                 self._write(asked)
 
-    def _read(self, number: int) -> Record:
+    def _read(self, number: int) -> Record | None:
+        """Returns the record of this number; None if there is none. Raises RunMismatch for a later
+        format."""
         path = self._path(number)
-        content = bytes(self._store.read_all(path))
         try:
-            stored = parse_json(content, path, "")
-            if stored.pop("format", 1) != 1:
-                raise RunMismatch(
-                    f"{path} was written by a newer version of elastic_dp; upgrade "
-                    "elastic_dp, or use a new name= for "
-                    "a new run"
-                )
+            stored = read_json(self._store, f"lease/{number:010}.json", _FORMAT, "")
+            if stored is None:
+                return None
             return make(Record, {**stored, "number": number}, path, "")
         except FileDamaged as error:
             return Record.unreadable(number, f"{path} cannot be read: {error.reason}")
