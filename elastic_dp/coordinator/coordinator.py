@@ -95,7 +95,7 @@ class Coordinator:
         self._checkpointer = DrainCheckpointer(run, registry, generation)
         self._end_policy = GenerationEndPolicy(run, registry, generation, self._checkpointer)
         parts = (run, leadership, registry, generation, lineage, eligibility)
-        self._planner = MembershipPlanner(*parts, self._checkpointer, self._end_policy)
+        self._planner = MembershipPlanner(*parts, self._checkpointer)
         self._takeover = Takeover(*parts)
 
     # -------------------------------------------------------------------------------- status

@@ -126,6 +126,7 @@ class Generation:
         self._form_by = math.inf
         self._after_step: int | None = None  # planned end; None while ending: abort
         self.first_stop_at = math.inf
+        self.joined_at = -math.inf  # when a generation was last formed for joiners, too
         self._waiting_said = False
 
     @property
@@ -160,6 +161,8 @@ class Generation:
         self.not_entered = set(self.members)
         self.not_finished = {worker.id for worker in members if worker.finished is None}
         self.draining = {worker.id: worker for worker in members if worker.draining}
+        if {worker.has_state for worker in members} == {True, False}:
+            self.joined_at = now
         self.unreachable_pairs, self.mismatch = set(), None
         self.pieces_lost = False
         self.fence = Fence(max([worker.renewed_at for worker in members]) + config.lease_s)

@@ -31,7 +31,6 @@ class GenerationEndPolicy:
         self.run, self._registry, self._generation = run, registry, generation
         self._checkpointer = checkpointer
         self._load_balancer = LoadBalancer(generation)
-        self.joined_at = -math.inf  # when a generation was last formed for joiners, too
         self._explained_until = -math.inf  # how long joiners wait, as last explained
 
     def plan_end_if_needed(self, now: float) -> None:
@@ -80,7 +79,7 @@ class GenerationEndPolicy:
         if registry.building:
             wait_s = max(config.join_window_s, config.stabilization_s)
             return since + wait_s, "others will be ready soon"
-        after = self.joined_at + config.stabilization_s
+        after = self._generation.joined_at + config.stabilization_s
         return max(since + config.join_window_s, after), "others may come soon"
 
     def _drain(self, present: int, now: float) -> None:

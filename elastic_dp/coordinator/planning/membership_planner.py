@@ -17,7 +17,6 @@ from elastic_dp.coordinator.drain_checkpointer import DrainCheckpointer
 from elastic_dp.coordinator.generation import Generation
 from elastic_dp.coordinator.leadership import Leadership
 from elastic_dp.coordinator.messages import WorkerId
-from elastic_dp.coordinator.planning.generation_end_policy import GenerationEndPolicy
 from elastic_dp.coordinator.planning.member_selection import (
     MemberSelection,
     likely_members,
@@ -47,11 +46,10 @@ class MembershipPlanner:
         lineage: StateLineage,
         eligibility: WorkerEligibility,
         checkpointer: DrainCheckpointer,
-        end_policy: GenerationEndPolicy,
     ) -> None:
         self.run, self._leadership, self._registry = run, leadership, registry
         self._generation, self._lineage, self._eligibility = generation, lineage, eligibility
-        self._checkpointer, self._end_policy = checkpointer, end_policy
+        self._checkpointer = checkpointer
         self.failed: frozenset[WorkerId] = frozenset()  # the membership that failed to form last
         self._preparation: m.PrepareGroup | None = None  # the last one
         self._looked_at = (0, 0, 0)  # what it followed from
@@ -326,9 +324,6 @@ class MembershipPlanner:
             restore=lineage.checkpoint_step is not None,
             prepared=self._prepared(selection),
         )
-        joins = {worker.has_state for worker in selection.members} == {True, False}
-        if joins:
-            self._end_policy.joined_at = now
         self._generation.assign(made, selection.members, now)
         lineage.forget_checkpoint()
         for worker in selection.left:
