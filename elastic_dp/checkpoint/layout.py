@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -106,10 +107,7 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         """The size of the tensor in bytes."""
-        count = 1
-        for n in self.shape:
-            count *= n
-        return count * self.itemsize
+        return math.prod(self.shape) * self.itemsize
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """Returns a tensor with this dtype and shape that shares the memory of `flat`, a uint8

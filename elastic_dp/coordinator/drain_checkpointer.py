@@ -138,14 +138,10 @@ class DrainCheckpointer:
         counts = len(generation.members), len(generation.draining), len(registry.retained)
         return generation.number, self.run.in_flight, registry.notices, counts
 
-    def in_time(self, due: list[WorkerState], now: float) -> bool:
-        """Return whether one of the workers has time for a last checkpoint.
-
-        A worker that is still there after its deadline was not taken away.
-        """
-        return now < self.last_deadline(due)
-
     def last_deadline(self, due: list[WorkerState]) -> float:
+        """Return until when one of the workers has time for a last checkpoint. One that is still
+        there after its deadline was not taken away.
+        """
         return max([worker.leave_at for worker in due]) + self.run.config.drain_margin_s
 
     def awaits_commit(self, due: list[WorkerState], until: float, now: float) -> bool:

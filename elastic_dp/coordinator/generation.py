@@ -147,8 +147,9 @@ class Generation:
         return not members or any(member.worker not in self.members for member in members)
 
     @property
-    def finished(self) -> list[WorkerState]:
-        return [worker for worker in self.members.values() if worker.finished is not None]
+    def has_finished(self) -> bool:
+        """Whether all its members have finished the run, and there are some."""
+        return bool(self.members) and not self.not_finished
 
     # -------------------------------------------------------------------------- beginning
 

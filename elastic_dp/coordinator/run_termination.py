@@ -4,14 +4,16 @@ The first decision counts. A worker that is still there `release_timeout_s` late
 """
 
 from elastic_dp.coordinator import messages as m
+from elastic_dp.coordinator.generation import Generation
 from elastic_dp.coordinator.messages import TrainingPosition
 from elastic_dp.coordinator.run_state import Phase
 from elastic_dp.coordinator.workers.worker_registry import DEPARTED_STAGES, WorkerRegistry
-from elastic_dp.coordinator.workers.worker_state import Stage, WorkerState
+from elastic_dp.coordinator.workers.worker_state import Stage
 
 
-def finish(registry: WorkerRegistry, finished: list[WorkerState], now: float) -> None:
-    """End the run with the result of the workers in `finished`."""
+def finish(registry: WorkerRegistry, generation: Generation, now: float) -> None:
+    """End the run with the result of the members of `generation`, which have finished."""
+    finished = [*generation.members.values()]
     digests = {worker.finished for worker in finished}
     position = max(worker.position for worker in finished)
     if len(digests) > 1:

@@ -91,10 +91,10 @@ class GenerationEndPolicy:
             checkpointer.request_ahead(now)
         if not (due or waiting or present - len(draining) >= run.size):
             return
-        made_a_step = self._generation.steps.step
+        has_time = self._generation.steps.step and due and now < checkpointer.last_deadline(due)
         if present - len(due or draining) + waiting >= run.min_members:
             self._generation.plan_end(f"{who} drain")
-        elif due and run.config.checkpointing and made_a_step and checkpointer.in_time(due, now):
+        elif has_time and run.config.checkpointing:
             self._generation.plan_end(f"{who} must leave, and too few workers remain", at_once=True)
         else:
             needed = counted(run.min_members, "worker is needed", "workers are needed")

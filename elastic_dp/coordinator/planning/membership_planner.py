@@ -58,9 +58,8 @@ class MembershipPlanner:
 
     def generation_over(self, now: float) -> None:
         """Act on the end of a generation: every member has left, finished, or is gone."""
-        finished = self._generation.finished
-        if finished and not self._generation.not_finished:
-            run_termination.finish(self._registry, finished, now)
+        if self._generation.has_finished:
+            run_termination.finish(self._registry, self._generation, now)
             return
         if not self._generation.formed:
             self._exclude_unreachable(now)
@@ -204,8 +203,8 @@ class MembershipPlanner:
         if stop is not None and not lineage.established:
             run_termination.stop_before_first_step(self._registry, step, stop.reason, now)
             return
-        if self._generation.members and not self._generation.not_finished:
-            run_termination.finish(self._registry, [*self._generation.members.values()], now)
+        if self._generation.has_finished:
+            run_termination.finish(self._registry, self._generation, now)
             return
         checkpointer = self._checkpointer
         if now < (until := checkpointer.suspended_until(now)):
