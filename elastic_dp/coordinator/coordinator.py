@@ -131,6 +131,13 @@ class Coordinator:
         return self._generation.number
 
     @property
+    def step(self) -> int:
+        """The last committed step, as far as is known. A run that goes back to a checkpoint is at
+        that step again.
+        """
+        return self._generation.steps.step
+
+    @property
     def membership(self) -> Membership | None:
         """The membership of the newest announced generation."""
         return self._generation.membership

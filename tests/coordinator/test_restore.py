@@ -16,11 +16,11 @@ def without_any_state(**config):
 
 def test_run_without_survivors_restores_the_newest_checkpoint():
     scenario = without_any_state(min_workers=1)
-    assert not scenario.ever(m.FailRun)
+    assert not scenario.ever(m.FailRun) and scenario.coordinator.step == 9
     scenario.ready("w4", "w5")
     scenario.wait(0.1)
     membership = scenario.coordinator.membership
-    assert scenario.members == ["w4", "w5"]
+    assert scenario.members == ["w4", "w5"] and scenario.coordinator.step == 5
     assert membership.restore and membership.source == "w4"
     assert membership.lineage_id == membership.generation > 1
     assert not any(member.has_state for member in membership.members)

@@ -178,7 +178,7 @@ class Controller:
             "size": coordinator.requested_size,
             "size_limit": coordinator.size_limit,
             "min_workers": self.requested_sizes()[0],
-            "step": self.report.step,
+            "step": self.outcome.step or coordinator.step,
             "exact": self.spec.exact and not because,
             "inexact_because": because,
             "sharding": self.spec.sharding,
@@ -426,7 +426,6 @@ class Controller:
         """Record an event before it is handled."""
         match event:
             case m.HeartbeatReceived(step=step):
-                self.report.heard(step)
                 self.times.heard(event)
                 self.slow_workers.heard(event, self.coordinator.membership)
                 if step and not self.state_store.state.stepped:  # the run's first

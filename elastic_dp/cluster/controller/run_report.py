@@ -21,11 +21,6 @@ class RunReport:
         self._spec, self._url = spec, url
         self.outcome = outcome or RunOutcome()
         self._inexact: dict[str, None] = {}  # an ordered set of reasons
-        self._heard_step = 0  # the largest step in a heartbeat
-
-    @property
-    def step(self) -> int:
-        return max(self._heard_step, self.outcome.step)
 
     @property
     def has_ended(self) -> bool:
@@ -36,9 +31,6 @@ class RunReport:
         steps.
         """
         return why_inexact(tuple(self._inexact), kinds)
-
-    def heard(self, step: int) -> None:
-        self._heard_step = max(self._heard_step, step)
 
     def add_inexact(self, reasons: Iterable[str]) -> None:
         self._inexact |= dict.fromkeys(reasons)
