@@ -95,7 +95,7 @@ def find_run(
     ended = url = None
     if storage_path is not None:
         ended = EndedRun(name, storage_path, storage_options(storage_option))
-        if not ended.may_be_live:
+        if not ended.holder:
             return ended
         url = ended.url
     elif address is None:

@@ -47,26 +47,28 @@ class EndedRun:
                 + did_you_mean(name, run_names(where))
             )
         self._folder = RunFolder(name, self.url)
-        self.holder = self._read_holder()
 
     @property
-    def may_be_live(self) -> bool:
-        """Whether a cluster holds the run's lease. A killed cluster has not released it, either."""
-        return bool(self.holder)
+    def holder(self) -> str:
+        """Who holds the run's lease now, so that the run may be live; "" if nobody does. A killed
+        cluster has not released it, either.
+        """
+        newest = Lease(self._store, "", "").newest()
+        return newest.holder if newest is not None and newest.state == "held" else ""
 
     def status(self) -> dict[str, Any]:
         """Return the status, with the fields of a live run's."""
-        now, self.holder = time.time(), self._read_holder()
+        now, holder = time.time(), self.holder
         report = self._folder.report(now)
         status = self._folder.status(report, now) | {"max_steps": total_steps_of(self.url)}
-        if report.is_over and not self.may_be_live:
+        if report.is_over and not holder:
             return status
         address, where = address_of(self.url), "a cluster that does not answer here"
         if address is not None:
             where = f"the Ray cluster at {address}: --address asks that one"
-        held = f"{self.holder} holds its lease, and may train on {where}; "
+        held = f"{holder} holds its lease, and may train on {where}; "
         newest = status["newest_event"] or {"text": "none"}
-        reason = (held if self.may_be_live else "it has no result; ") + "the last event is: "
+        reason = (held if holder else "it has no result; ") + "the last event is: "
         return status | {"phase": "unfinished", "reason": reason + newest["text"]}
 
     def events(self, *, follow: bool = False) -> Iterator[dict[str, Any]]:
@@ -81,12 +83,12 @@ class EndedRun:
         """Yield (worker, line) of what all workers printed. With `follow`, also what is added, as
         long as a cluster holds the lease.
         """
-        if follow and self._read_holder():
+        if follow and self.holder:
             return follow_logs(self._store, worker, tail, self._goes_on)
         return read_logs(self._store, worker, tail)
 
     def _follow_events(self) -> Iterator[dict[str, Any]]:
-        journal, is_live = JournalTail(self._store), bool(self._read_holder())
+        journal, is_live = JournalTail(self._store), bool(self.holder)
         while True:
             yield from journal.lines()
             if not is_live:
@@ -95,8 +97,4 @@ class EndedRun:
 
     def _goes_on(self) -> bool:
         time.sleep(_FOLLOW_S)
-        return bool(self._read_holder())
-
-    def _read_holder(self) -> str:
-        newest = Lease(self._store, "", "").newest()
-        return newest.holder if newest is not None and newest.state == "held" else ""
+        return bool(self.holder)
