@@ -110,8 +110,6 @@ class Generation:
         self.members: dict[WorkerId, WorkerState] = {}  # by rank, without lost and evicted members
         self.draining: dict[WorkerId, WorkerState] = {}  # members whose node goes away
         self.inside: set[WorkerId] = set()  # members that have not reported that they left
-        # members whose heartbeats do not show this generation yet
-        self.not_entered: set[WorkerId] = set()
         self.not_formed: set[WorkerId] = set()
         self.not_finished: set[WorkerId] = set()
         self.unreachable_pairs: set[tuple[WorkerId, WorkerId]] = set()
@@ -159,7 +157,6 @@ class Generation:
         self.number, self.membership = membership.generation, membership
         self.members = {worker.id: worker for worker in members}
         self.inside, self.not_formed = set(self.members), set(self.members)
-        self.not_entered = set(self.members)
         self.not_finished = {worker.id for worker in members if worker.finished is None}
         self.draining = {worker.id: worker for worker in members if worker.draining}
         if {worker.has_state for worker in members} == {True, False}:
@@ -241,7 +238,6 @@ class Generation:
             self.renewed(now)
         in_flight = self.run.in_flight
         if event.generation == self.number and in_flight:
-            self.not_entered.discard(worker.id)
             if event.phase not in BEFORE_TRAINING:
                 self.not_formed.discard(worker.id)
                 self._lineage.established = True
@@ -394,7 +390,8 @@ class Generation:
         if now < self._form_by:
             self.run.timers.wake(self._form_by)
             return False
-        never = self.not_entered & self.inside
+        inside = [worker for worker in self.members.values() if worker.id in self.inside]
+        never = {worker.id for worker in inside if worker.progress.where[0] != self.number}
         if never != self.inside:
             self.unreachable_pairs.update((worker, worker) for worker in never)
         self.abort(f"{counted(len(self.not_formed), 'member')} did not form in time")
