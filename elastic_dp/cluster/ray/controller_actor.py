@@ -108,7 +108,7 @@ class ControllerActor:
             self._spec.scaling,
             self._worker_group,
             lambda: self._controller.status()["workers"],
-            lambda text: self._journal.command(m.Explain(text)),
+            self._controller.say,
         )
         self._sharing = importlib.import_module(_SHARING).ClusterSharing(
             self._spec.name,

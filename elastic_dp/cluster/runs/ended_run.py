@@ -21,7 +21,7 @@ from elastic_dp.report.report_reader import RunFolder
 from elastic_dp.run_record import run_names, run_url
 from elastic_dp.storage import Store
 from elastic_dp.storage.json_files import path_in
-from elastic_dp.telemetry.journal_reader import JournalTail, read_events
+from elastic_dp.telemetry.journal_reader import JournalTail
 from elastic_dp.wording import did_you_mean
 
 _FOLLOW_S = 1.0  # between two looks at the folder
@@ -75,7 +75,11 @@ class EndedRun:
         """Yield every event, command and metric, by time. With `follow`, also those that a cluster
         adds, as long as one holds the lease.
         """
-        return self._follow_events() if follow else read_events(self.url)
+        journal, is_live = JournalTail(self._store), follow and bool(self.holder)
+        yield from journal.lines()
+        while is_live:
+            is_live = self._goes_on()
+            yield from journal.lines()
 
     def logs(
         self, worker: str | None = None, *, tail: int = 100, follow: bool = False
@@ -86,14 +90,6 @@ class EndedRun:
         if follow and self.holder:
             return follow_logs(self._store, worker, tail, self._goes_on)
         return read_logs(self._store, worker, tail)
-
-    def _follow_events(self) -> Iterator[dict[str, Any]]:
-        journal, is_live = JournalTail(self._store), bool(self.holder)
-        while True:
-            yield from journal.lines()
-            if not is_live:
-                return
-            is_live = self._goes_on()
 
     def _goes_on(self) -> bool:
         time.sleep(_FOLLOW_S)
