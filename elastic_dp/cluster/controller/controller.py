@@ -30,7 +30,7 @@ from elastic_dp.cluster.controller.metric_log import MetricLog
 from elastic_dp.cluster.controller.run_report import RunReport
 from elastic_dp.cluster.controller.run_times import RunTimes
 from elastic_dp.cluster.controller.slow_worker_watch import SlowWorkerWatch
-from elastic_dp.cluster.controller.worker_exits import ExitReport, WorkerExits
+from elastic_dp.cluster.controller.worker_exits import WorkerExits
 from elastic_dp.cluster.heartbeat.heartbeat_server import STACKS_S, HeartbeatServer
 from elastic_dp.cluster.outage_notice import OutageNotice
 from elastic_dp.cluster.runs.controller_state import (
@@ -440,12 +440,12 @@ class Controller:
             case m.WorkerFinished(inexact_because=because):
                 self.report.add_inexact(because)
             case m.WorkerLost(worker=worker, cause=cause):
-                match self.exits.report(worker, cause):
-                    case ExitReport.REPEATS:
-                        return
-                    case ExitReport.EXPLAINS:
-                        self.journal.event(event)
-                        return
+                had_ended = worker in self.exits.causes
+                if not self.exits.learn(worker, cause):
+                    return
+                if had_ended:  # only the cause is new
+                    self.journal.event(event)
+                    return
                 if self.committer is not None:
                     self.committer.lost(worker)
                 self.times.lost(worker)

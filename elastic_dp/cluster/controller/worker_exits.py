@@ -7,17 +7,10 @@ report counts as the loss; a later one is news only if it knows the cause.
 from __future__ import annotations
 
 import dataclasses
-from enum import Enum
 
 from elastic_dp.coordinator.messages import Cause, Event, WorkerId, WorkerLost
 
 LEFT = "left, as it was asked to"
-
-
-class ExitReport(Enum):
-    FIRST = "the worker was not known to have ended"
-    EXPLAINS = "its end was known, but not its cause"
-    REPEATS = "nothing new"
 
 
 class WorkerExits:
@@ -31,7 +24,7 @@ class WorkerExits:
         # Reported by their sidecars before they were released. The event may wait in the inbox
         # until then; the last output comes by then.
         self.died: set[WorkerId] = set()
-        self._causes: dict[WorkerId, Cause] = {}
+        self.causes: dict[WorkerId, Cause] = {}  # of those that have ended
 
     def was_unasked(self, worker: WorkerId) -> bool:
         """Return whether it ended, or would end now, without having been told to."""
@@ -44,9 +37,10 @@ class WorkerExits:
                 return dataclasses.replace(event, reason=LEFT, cause=Cause.RELEASED)
         return event
 
-    def report(self, worker: WorkerId, cause: Cause) -> ExitReport:
-        known = self._causes.get(worker)
-        self._causes[worker] = cause if known in (None, Cause.UNKNOWN) else known
-        if known is None:
-            return ExitReport.FIRST
-        return ExitReport.REPEATS if known is self._causes[worker] else ExitReport.EXPLAINS
+    def learn(self, worker: WorkerId, cause: Cause) -> bool:
+        """Note the end of a worker. Return whether that it ended, or why, was not known yet."""
+        known = self.causes.get(worker)
+        if known is cause or known not in (None, Cause.UNKNOWN):
+            return False
+        self.causes[worker] = cause
+        return True
