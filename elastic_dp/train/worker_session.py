@@ -408,38 +408,37 @@ class WorkerSession:
         self.groups.enter(membership)
         self.report("form")
         self.pass_point("forming")
-        members = membership.members
         plan = plan_state_transfer(membership)
         self._join_gradually(membership, self._joining.ranks(membership, plan))
         if not plan.restores:
             # rows of virtual workers that come here, meanwhile
-            source = members[plan.source]
-            self._read_ahead(membership, source.position.step + 1)
+            self._read_ahead(membership.members[plan.source].position.step + 1)
         self.groups.start()
         receives = plan.restores or membership.rank(self.worker) in plan.receivers
         sends = plan.receivers and not receives
         payload = self._transfer.payload() if sends else None  # meanwhile
-        self.groups.formed()
+        main = self.groups.formed()
         if receives:
             # and its memory, before there is more to hold
             self.transaction.gradient.forget_finished()
         formed_at = time.time()
-        self._get_state(membership, plan, payload)
+        self._get_state(main, membership, plan, payload)
         copied_at = time.time()
         if plan.restores:
-            self._read_ahead(membership, self.position.step + 1)
-        assert self.groups.main is not None
-        self._get_pieces(membership)
-        self._open_transaction(self.groups.main, membership)
+            self._read_ahead(self.position.step + 1)
+        self._get_pieces(main, membership)
+        self._open_transaction(main)
         self.timings.append(GenerationTiming(membership.generation, formed_at, copied_at))
         self.report("compute")
 
     def _get_state(
-        self, membership: Membership, plan: TransferPlan, payload: StatePayload | None
+        self,
+        main: ProcessGroup,
+        membership: Membership,
+        plan: TransferPlan,
+        payload: StatePayload | None,
     ) -> None:
         """Restores, sends or receives the state, or neither."""
-        main = self.groups.main
-        assert main is not None
         if plan.restores:
             self._transfer.restore(main)
             check_schedule_lasts(self.state.scheduler, self.total_steps, self.position.step)
@@ -467,7 +466,7 @@ class WorkerSession:
 
     def _join_gradually(self, membership: Membership, ranks: frozenset[int]) -> None:
         """Lets these ranks take the state over while the others train; none: all have it."""
-        self.transaction.leaves.shares.joining = ranks
+        self.transaction.leaves.shares.open(membership, self.groups.rank, ranks)
         self.groups.join_gradually(ranks)
         members = enumerate(membership.members)
         self.weights.members = tuple(m.worker for rank, m in members if rank not in ranks)
@@ -485,19 +484,17 @@ class WorkerSession:
         self._joining.close(membership.lineage_id, self.position.step)
         self._join_gradually(membership, frozenset())
         if not self.position.ended:
-            self._read_ahead(membership, self.position.step + 1)
-            self._open_transaction(main, membership)
+            self._read_ahead(self.position.step + 1)
+            self._open_transaction(main)
 
-    def _open_transaction(self, main: ProcessGroup, membership: Membership) -> None:
-        next_step = self.position.step + 1
-        self.transaction.open(main, membership, next_step, self.progress.lineage_id)
+    def _open_transaction(self, main: ProcessGroup) -> None:
+        self.transaction.open(main, self.position.step + 1, self.progress.lineage_id)
 
-    def _get_pieces(self, membership: Membership) -> None:
+    def _get_pieces(self, main: ProcessGroup, membership: Membership) -> None:
         """Receives its pieces of a divided optimizer state."""
-        holders, main = self.state.holders, self.groups.main
+        holders = self.state.holders
         if not holders.is_divided:
             return
-        assert main is not None
         self.report("receive")
         self.pass_point("receiving_pieces")
         given = membership.generation, membership.topology
@@ -505,10 +502,9 @@ class WorkerSession:
         if self.checkpoints is not None:
             self.checkpoints.has_pieces_among(self.weights.members)
 
-    def _read_ahead(self, membership: Membership, next_step: int) -> None:
+    def _read_ahead(self, next_step: int) -> None:
         leaves = self.transaction.leaves
-        mine = leaves.shares.of_rank(membership, self.groups.rank, next_step)
-        leaves.data.read_ahead(next_step, mine)
+        leaves.data.read_ahead(next_step, leaves.shares.mine(next_step))
 
     def _post_stopped(self, generation: int, reason: str | GroupError) -> None:
         self.link.post(

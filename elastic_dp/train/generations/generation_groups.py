@@ -123,8 +123,8 @@ class GenerationGroups:
         name = GroupName.main(*number, self._process)
         self._main_formation = self._started(name, self.rank, self.world_size)
 
-    def formed(self) -> None:
-        """Waits for the group, and sets `main`. Raises GroupError."""
+    def formed(self) -> ProcessGroup:
+        """Waits for the group, sets `main` and returns it. Raises GroupError."""
         assert self.membership is not None
         self.main = self._main_formation.wait()
         self.main.place(self.membership.topology)
@@ -135,6 +135,7 @@ class GenerationGroups:
         self._old = []
         if self.has_large_buffers:
             drop_abandoned_groups(0.0)  # returns at once
+        return self.main
 
     @property
     def on_device(self) -> DeviceTransport | None:

@@ -40,8 +40,8 @@ class WorkShares:
         self.rank = 0
         self.joining: frozenset[int] = frozenset()  # ranks without virtual workers; gradual_join.py
 
-    def open(self, membership: Membership, rank: int) -> None:
-        self.membership, self.rank = membership, rank
+    def open(self, membership: Membership, rank: int, joining: frozenset[int]) -> None:
+        self.membership, self.rank, self.joining = membership, rank, joining
 
     def virtual_workers(self, step: int) -> int:
         return self._schedule.at(step)
@@ -49,20 +49,17 @@ class WorkShares:
     def of_all(self, step: int) -> Sequence[Share]:
         """Returns the share of each rank."""
         assert self.membership is not None
-        return self._of(self.membership, step)
-
-    def of_rank(self, membership: Membership, rank: int, step: int) -> list[int]:
-        """Returns the virtual workers of a rank of this membership."""
-        return [v for first, last in self._of(membership, step)[rank] for v in range(first, last)]
-
-    def _of(self, membership: Membership, step: int) -> Sequence[Share]:
-        total, ranks = self._schedule.at(step), range(len(membership.members))
+        total, ranks = self._schedule.at(step), range(len(self.membership.members))
         if not self.joining:
-            return membership.shares(total, equal=self._equal)
+            return self.membership.shares(total, equal=self._equal)
         others = [rank for rank in ranks if rank not in self.joining]
         ends = [total * number // len(others) for number in range(len(others) + 1)]
         ranges = dict(zip(others, pairwise(ends), strict=True))
         return [(ranges[rank],) if rank in ranges else () for rank in ranks]
+
+    def mine(self, step: int) -> list[int]:
+        """Returns the virtual workers of this rank."""
+        return [v for first, last in self.of_all(step)[self.rank] for v in range(first, last)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from elastic_dp.coordinator.messages import Membership
 from elastic_dp.device.global_generators import seed_everything
 from elastic_dp.distributed.process_group import ProcessGroup, RecordGather
 from elastic_dp.errors import GroupError, SpecError
@@ -61,13 +60,10 @@ class Transaction:
 
     # ----------------------------------------------------------------------- generation
 
-    def open(
-        self, group: ProcessGroup, membership: Membership, next_step: int, lineage_id: int
-    ) -> None:
+    def open(self, group: ProcessGroup, next_step: int, lineage_id: int) -> None:
         """Begins a generation."""
         self._group, self.leaves.lineage_id = group, lineage_id
         self._header = RecordGather(group)
-        self.leaves.shares.open(membership, group.rank)
         for participant in self.participants:
             participant.open(group)
         self._distribute(next_step)
@@ -136,10 +132,7 @@ class Transaction:
         self.reporter.report("compute")
         if tuple(schedule.at(step) for schedule in self.schedules) != self._distributed:
             self._distribute(step)
-            shares = self.leaves.shares
-            assert shares.membership is not None
-            mine = shares.of_rank(shares.membership, shares.rank, step)
-            self.leaves.data.read_ahead(step, mine)
+            self.leaves.data.read_ahead(step, self.leaves.shares.mine(step))
         self.leaves.begin(step, self.participants)
         for participant in self.participants:
             participant.begin(step)
