@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import nn
@@ -84,19 +84,30 @@ def train(ctx: Any) -> None:
     loss = models.loss_fn if gpt else loss_fn
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     folder, body_s = ctx.config["folder"], ctx.config.get("body_s", 0.0)
-    session, timings = ctx._session, 0
-    log = None if folder is None else open(f"{folder}/{session.worker}", "w", buffering=1)
+    log = None if folder is None else open(f"{folder}/{ctx._session.worker}", "w", buffering=1)
+    if log is not None:
+        note_generations(ctx._session, log)
     for step in ctx.steps(model, optimizer, loss):
         if log is not None:
             log.write(f"body {time.time():.6f} {step.number} {ctx.generation}\n")
-            for timing in session.timings[timings:]:
-                log.write(line_of(timing))
-            timings = len(session.timings)
         time.sleep(body_s)
 
 
-def line_of(timing: Any) -> str:
-    return f"timing {timing.generation} {timing.formed_at:.6f} {timing.copied_at:.6f}\n"
+def note_generations(session: Any, log: TextIO) -> None:
+    """Has a worker write when each generation is formed, and when its state is there."""
+    form, get_pieces, formed_at = session.groups.formed, session._get_pieces, 0.0
+
+    def formed() -> Any:
+        nonlocal formed_at
+        main = form()
+        formed_at = time.time()
+        return main
+
+    def has_state(*given: Any) -> None:
+        log.write(f"timing {session.generation} {formed_at:.6f} {time.time():.6f}\n")
+        get_pieces(*given)
+
+    session.groups.formed, session._get_pieces = formed, has_state
 
 
 def trainer(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from elastic_dp.coordinator.messages import Event, WorkerId
@@ -69,12 +68,3 @@ class HeartbeatStatus(Protocol):
     def write_fault(self, kind: str, text: str) -> None:
         """The device has failed (`kind`: a FaultKind), and this process ends now."""
         return
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationTiming:
-    """When a generation began on this worker, to measure pauses (seconds of `time.time`)."""
-
-    generation: int
-    formed_at: float
-    copied_at: float  # when a transfer of its state has ended, if there was one

@@ -39,7 +39,7 @@ from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.rendezvous import Rendezvous
 from elastic_dp.errors import GroupError, Interrupted, LoopError, MembersMissing, PiecesLost
 from elastic_dp.sampling.seeds import body_seed
-from elastic_dp.train.controller_link import ControllerLink, GenerationTiming, HeartbeatStatus
+from elastic_dp.train.controller_link import ControllerLink, HeartbeatStatus
 from elastic_dp.train.exactness.machine_kind import machine_kind, software_versions, why_inexact
 from elastic_dp.train.fault_injection import FaultInjector
 from elastic_dp.train.gang import Gang
@@ -120,7 +120,6 @@ class WorkerSession:
     faults: FaultInjector = field(default_factory=FaultInjector)
     gang: Gang | None = None  # the processes of this worker, if there are several
     rendezvous: Rendezvous | None = None  # None: the run has one worker
-    timings: list[GenerationTiming] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.inexact_because: list[str] = []  # as far as this process has noted
@@ -421,14 +420,11 @@ class WorkerSession:
         if receives:
             # and its memory, before there is more to hold
             self.transaction.gradient.forget_finished()
-        formed_at = time.time()
         self._get_state(main, membership, plan, payload)
-        copied_at = time.time()
         if plan.restores:
             self._read_ahead(self.position.step + 1)
         self._get_pieces(main, membership)
         self._open_transaction(main)
-        self.timings.append(GenerationTiming(membership.generation, formed_at, copied_at))
         self.report("compute")
 
     def _get_state(
