@@ -25,7 +25,7 @@ from elastic_dp.train.steps_arguments import StepsArguments
 from elastic_dp.train.worker_session import WorkerSession
 
 if TYPE_CHECKING:
-    from elastic_dp.train.step.evaluation import EvaluationBatches
+    from elastic_dp.data import Evaluation
 
 _CARRY = "carry"  # the key of `ctx.carry` in the state
 _CARRIED = (bool, int, float, complex, str, bytes, type(None), list, tuple, dict, set)
@@ -117,7 +117,7 @@ class TrainContext:
 
     def __init__(self, session: WorkerSession) -> None:
         self._session = session
-        self._evaluation_data: list[tuple[Any, EvaluationBatches]] = []
+        self._evaluation_data: list[tuple[Any, Evaluation]] = []
         self._told: set[str] = set()
         self._carried: CarriedVariables | None = None
 
@@ -378,7 +378,7 @@ class TrainContext:
                 "the rest in the loop's body"
             )
 
-    def _opened(self, data: DataConfig | MapStyleData) -> EvaluationBatches:
+    def _opened(self, data: DataConfig | MapStyleData) -> Evaluation:
         """Returns the batches of a config, opened once, since reading an index is slow.
 
         A body may make a config each time: an equal one counts as the same, and few are kept.

@@ -13,7 +13,7 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,27 +27,17 @@ from elastic_dp.train.step.micro_batch import LossFn, MicroBatchResult, to_devic
 from elastic_dp.train.steps_arguments import check_loss_fn
 from elastic_dp.train.worker_session import WorkerSession
 
+if TYPE_CHECKING:
+    from elastic_dp.data import Evaluation
+
 # batch -> (loss, weight, metrics, rows that were skipped because they cannot be decoded)
 Results = dict[int, tuple[float, float, dict[str, float], int]]
 
 _EVALUATION = 1 << 32  # keeps the seeds of evaluation batches apart from those of virtual workers
 
 
-class EvaluationBatches(Protocol):
-    """What an evaluation needs from a data set; see `elastic_dp.data`."""
-
-    fingerprint: str
-    num_batches: int
-
-    def rows(self, batch: int) -> int: ...
-    def masked(self, batch: int) -> int: ...
-    def check_left_out(self, rows: int) -> None: ...
-    def batch(self, batch: int) -> Any: ...
-    def read_ahead(self, indices: Sequence[int]) -> None: ...
-
-
 def evaluate(
-    session: WorkerSession, fn: LossFn, data: EvaluationBatches, model: torch.nn.Module | None
+    session: WorkerSession, fn: LossFn, data: Evaluation, model: torch.nn.Module | None
 ) -> dict[str, float]:
     """Returns means over all rows of `data`, as {"eval_loss": …, "eval_<metric>": …}."""
     if session.membership is None or not session.loop.opened:
@@ -91,7 +81,7 @@ def evaluate(
 def _complete(
     session: WorkerSession,
     fn: LossFn,
-    data: EvaluationBatches,
+    data: Evaluation,
     model: torch.nn.Module | None,
     known: Results,
 ) -> None:
@@ -135,7 +125,7 @@ def _unpacked(payload: bytes, of_data: Sequence[Any]) -> Results:
 
 
 def _one(
-    session: WorkerSession, fn: LossFn, data: EvaluationBatches, model: torch.nn.Module, i: int
+    session: WorkerSession, fn: LossFn, data: Evaluation, model: torch.nn.Module, i: int
 ) -> tuple[float, float, dict[str, float], int]:
     position = (session.spec.data.seed, session.position.step, _EVALUATION + i)
     seed_everything(batch_seed(*position))
