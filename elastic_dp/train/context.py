@@ -66,9 +66,8 @@ class Step:
             self._session.transaction.complete_record()
         if self._record.grad_norm is None:
             raise LoopError(
-                f"grad_norm of step {self.number} is read too late: its gradients are "
-                "gone; read it in "
-                "the step's own loop body"
+                f"grad_norm of step {self.number} is read too late: its gradients are gone; read "
+                "it in the step's own loop body"
             )
         return self._record.grad_norm
 

@@ -37,17 +37,15 @@ def parse_loss(
         metrics = returned[2] if len(returned) == 3 else {}
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex():
         raise LossError(
-            f"the loss is {_described(loss)}, must be a real scalar tensor: the mean over "
-            "the micro-batch, e.g. "
-            "loss.mean()"
+            f"the loss is {_described(loss)}, must be a real scalar tensor: the mean over the "
+            "micro-batch, e.g. loss.mean()"
         )
     number = float(rows) if weight is rows else _number(gathered(weight))
     if number is None or not 0 <= number <= LARGEST_WEIGHT:
         what = _described(weight) if number is None else number
         raise LossError(
-            f"the weight of a micro-batch is {what}, must be a number, finite and not "
-            "negative, at most "
-            f"{LARGEST_WEIGHT:g}; the loss function may return loss, (loss, weight) or "
+            f"the weight of a micro-batch is {what}, must be a number, finite and not negative, at "
+            f"most {LARGEST_WEIGHT:g}; the loss function may return loss, (loss, weight) or "
             "(loss, weight, metrics)"
         )
     if not isinstance(metrics, Mapping):

@@ -199,10 +199,9 @@ class Leaf:
         self._writes_back |= self._is_trial
         if self._exact and not self._writes_back:
             raise LossError(
-                f"the loss function changed model.{name}. It may run more than once for a "
-                "step, and each worker runs it for "
-                "its own micro-batches: change parameters by the optimizer; several may be "
-                "one, that holds the others"
+                f"the loss function changed model.{name}. It may run more than once for a step, "
+                "and each worker runs it for its own micro-batches: change parameters by the "
+                "optimizer; several may be one, that holds the others"
             )
 
     def _virtual_worker(self, step: int, v: int) -> int:
