@@ -301,7 +301,7 @@ class TrainContext:
             session.loop.failed(error)
             raise
         finally:
-            session.loop_left()
+            session.at_loop_end.close()
 
     def evaluate(
         self, fn: LossFn, data: DataConfig | MapStyleData, *, model: torch.nn.Module | None = None

@@ -124,6 +124,7 @@ class StepBuilder:
             holders=self.holders,
             previous=self.previous,
         )
+        session.at_loop_end.callback(state.model_guard.close)
         compared = spec.failure.compare_weights_every if spec.exact else None
         self.weights = WeightComparison(state.parameters, compared)
         by_speed = spec.scaling.balance == "measured"

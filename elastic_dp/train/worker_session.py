@@ -11,6 +11,7 @@ User code sees none of this: `next_step` returns each committed step once, in or
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 import zlib
@@ -125,6 +126,7 @@ class WorkerSession:
         self.inexact_because: list[str] = []  # as far as this process has noted
         self.listen_to_warnings: Callable[[], None] = lambda: None  # of `deterministic_kernels`
         self.loop = UserLoop()
+        self.at_loop_end = contextlib.ExitStack()  # takes back what is put into the user's objects
         self.progress = WorkerProgress()
         self._said_skipped = set[int]()  # row groups
         self.groups = GenerationGroups(
@@ -325,11 +327,6 @@ class WorkerSession:
                 self.progress.stop_agreed(outcome.reason)
             else:
                 assert isinstance(outcome, RetryStep)
-
-    def loop_left(self) -> None:
-        """Removes what the loop has put into the user's objects."""
-        if self.loop.opened:
-            self.state.model_guard.close()
 
     def serve_until_released(self) -> NoReturn:
         """Remains a source of state after the train function returned, until released."""

@@ -335,6 +335,25 @@ def test_loss_that_depends_on_the_body_in_a_way_that_is_not_seen_is_refused(stal
         local(spec, train)
 
 
+def test_a_model_may_be_changed_when_its_loss_function_was_refused():
+    """By a check that comes after the model is watched."""
+    model = classifier()
+
+    def train(ctx):
+        optimizer = adamw(model)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+
+        def loss_fn(m, batch):
+            return cross_entropy(m, batch) + 0 * scheduler.last_epoch
+
+        for _ in ctx.steps(model, optimizer, loss_fn, scheduler=scheduler):
+            pass
+
+    with pytest.raises(LossError, match="refers to scheduler"):
+        local(spec_of(steps=2, staleness=1), train)
+    model.add_module("more", torch.nn.Identity())
+
+
 def test_leaves_of_the_step_before_have_its_loss_scale_each_time_that_they_run_again():
     model, scale = classifier(), LossScale(8.0)
     previous = PreviousStep(model, scale)
