@@ -1,18 +1,20 @@
 """Groups that were left, and the memory that they keep.
 
-An operation in flight keeps its buffers until all members that it waits for have dropped their
-group. Groups are dropped on threads of their own, since dropping one with a stuck operation blocks.
+An operation in flight may write to its buffers until the connections of its group are closed, which
+takes about 4 ms for every peer. So that is done on a thread for each group, before the group is
+dropped: Gloo's destructor would close them, too, but it holds the GIL and waits for the operations.
 
-Each rests first: Gloo's destructor takes about 4 ms for every peer and holds the GIL, which would
-add to the pause of the next generation. Nothing rests where the buffers are large, or where memory
-is short: then they are used again, and a generation needs no more memory than the one before.
+A group without operations in flight rests first: others may still receive what this member has
+sent. It ends its rest where memory is short.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -25,8 +27,9 @@ from elastic_dp.threads import background
 
 REST_S = 3.0  # from the end of a group until it is dropped
 LARGE_BYTES = 64 << 20  # of buffers: touching new memory takes longer than dropping a group
+_NEVER_SENT_TAG = 2
 _LOOK_AGAIN_S = 0.005
-_SOON_S = 2.0  # for groups that all members drop at once
+_SOON_S = 2.0  # where buffers are large
 _LIMIT_S = 10.0  # where memory was refused
 
 # A backend, its operations in flight, which keep their buffers, and what else it needs.
@@ -34,7 +37,7 @@ Abandoned = tuple[Any, Collection[Any], Any]
 
 _lock = threading.Lock()
 # Of the groups that are not gone yet: what ends its rest, and the thread that drops it. One thread
-# each: a group that is stuck for hours must not delay the next ones.
+# each: destroying the communicator of a device may block.
 _dropping: list[tuple[threading.Event, threading.Thread]] = []
 _one_has_gone = False  # since `drop_abandoned_groups` was called last
 
@@ -79,10 +82,21 @@ def _forget_gone() -> None:
 
 
 def _drop(handed: list[Abandoned], rested: threading.Event) -> None:
-    _backend, operations, _store = handed.pop()
-    rested.wait(REST_S)
+    backend, operations, _kept = handed.pop()
+    if not operations:
+        rested.wait(REST_S)
+    close_connections(backend)
     for operation in operations:
-        operation.end()
+        operation.connections_are_closed()
+
+
+def close_connections(backend: Any) -> None:
+    """Closes all connections of a group of Gloo at this end, so that all operations end. Gloo does
+    when a receive has timed out (`Context::signalException`); its `abort()` does nothing."""
+    for peer in {*range(backend.size())} - {backend.rank()}:
+        with contextlib.suppress(RuntimeError):  # it times out, or the connection is closed by now
+            received = torch.zeros(1, dtype=torch.uint8)
+            backend.recv([received], peer, _NEVER_SENT_TAG).wait(timedelta(milliseconds=1))
 
 
 # ------------------------------------------------------------------- memory of the next generation

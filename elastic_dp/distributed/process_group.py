@@ -7,7 +7,7 @@ Three invariants hold:
   peer is gone, frozen, or late. Nothing else can for Gloo, whose own `abort()` is empty and whose
   destructor blocks until its last operation ends.
 - An abandoned operation may still write to its buffers: group, operations and buffers are handed
-  together to a background thread, which drops them when they have ended.
+  together to a background thread, which closes the connections and then drops them.
 - Forming happens on a thread that can be abandoned, too, since an absent peer blocks the
   constructor.
 
@@ -62,12 +62,14 @@ _LENGTH_BYTES, _FIRST_CAPACITY = 4, 512  # of a record that is gathered
 class Operation:
     """An exchange in flight, and the tensors that it may still access."""
 
-    __slots__ = ("_ending", "_works", "buffers", "done", "failure")
+    __slots__ = ("_between_pairs", "_ending", "_works", "buffers", "done", "failure")
 
-    def __init__(self, *buffers: torch.Tensor) -> None:
+    def __init__(self, *buffers: torch.Tensor, between_pairs: bool = False) -> None:
+        """`between_pairs`: it consists of sends and receives, and of no collective."""
         self.done = threading.Event()  # set only if a thread waits, or by an abort
         self.failure: Exception | None = None  # the first one
         self.buffers = buffers
+        self._between_pairs = between_pairs
         self._works: list[Any] = []  # those that may not have ended
         self._ending = threading.Lock()
 
@@ -91,7 +93,8 @@ class Operation:
         return address in buffers and not self.is_over
 
     def set_done_at_end(self) -> None:
-        if len(self._works) == 1:
+        """A failure of a part is the end, too."""
+        if len(self._works) == 1 and not self._between_pairs:
             # Asked for only now: a callback takes the interpreter's lock from a thread that
             # computes.
             self._works[0].get_future().add_done_callback(lambda _: self.done.set())
@@ -107,8 +110,17 @@ class Operation:
                     self._works[0].wait(_FOR_EVER)
                 except Exception as error:
                     self._fail(error)
-                del self._works[0]
+                    self.done.set()
+                del self._works[:1]
         self.done.set()
+
+    def connections_are_closed(self) -> None:
+        """Returns when the operation cannot access its buffers any more. Gloo forgets a send that
+        it was transmitting when a connection was closed, so nobody must wait for that."""
+        if self._between_pairs:
+            self._works = []
+        else:
+            self.end()
 
     def check(self) -> None:
         if self.failure is not None:
@@ -178,7 +190,8 @@ class ProcessGroup:
     def all_reduce(self, tensor: torch.Tensor) -> Operation:
         """Sums `tensor` over all ranks in place, with the backend's own algorithm."""
         options = c10d.AllreduceOptions()
-        return self._launch([tensor], partial(self._backend.allreduce, [tensor], options))
+        start = partial(self._backend.allreduce, [tensor], options)
+        return self._launch(Operation(tensor), start)
 
     def all_to_all(
         self,
@@ -190,23 +203,19 @@ class ProcessGroup:
         """Sends part r of the flat `input` to rank r, and receives part r of `output` from it."""
         sizes, options = (list(output_sizes), list(input_sizes)), c10d.AllToAllOptions()
         start = partial(self._backend.alltoall_base, output, input, *sizes, options)
-        return self._launch([output, input], start)
+        return self._launch(Operation(output, input), start)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Operation:
         """Gathers the flat `input` of all ranks in `output`, one after another. Each rank sends it
         to each other one; little is copied for all of them, to be sent by one all-to-all. Gloo's
         own all-gather is a ring: a hop for each other rank, and twice the processor time. But what
-        several members gather leaves their node once.
-
-        Nothing is passed on, and a send that fails does not keep a rank from the next ones. So when
-        a rank is lost, the others never wait for each other in a circle.
-        """
+        several members gather leaves their node once."""
         rank, world_size = self.rank, self.world_size
         shared = _AT_ONCE_BYTES // world_size
         if input.nbytes <= (shared if self._shares_links else _AT_ONCE_BYTES_ALONE):
             copies, options = input.repeat(world_size), c10d.AllToAllOptions()
             start = partial(self._backend.alltoall_base, output, copies, [], [], options)
-            return self._launch([output, copies], start)
+            return self._launch(Operation(output, copies), start)
         rows = output.view(world_size, -1)
         if self._shares_links:
             width = max(1, RING_BYTES // (world_size * rows.element_size()))
@@ -214,13 +223,13 @@ class ProcessGroup:
             pairs = (([[*columns]], [part]) for columns, part in parts)
             gather, around = self._backend.allgather, c10d.AllgatherOptions()
             starts = (partial(gather, *ends, around) for ends in pairs)
-            return self._launch([output, input], *starts)
+            return self._launch(Operation(output, input), *starts)
         if rows[rank].data_ptr() != input.data_ptr():
             rows[rank].copy_(input)
         after = [*range(rank + 1, world_size), *range(rank)]
         receive, send = self._backend.recv, self._backend.send
         return self._launch(
-            [output, input],
+            Operation(output, input, between_pairs=True),
             *(partial(receive, [rows[other]], other, _GATHER_TAG) for other in reversed(after)),
             *(partial(send, [input], other, _GATHER_TAG) for other in after),
         )
@@ -231,8 +240,10 @@ class ProcessGroup:
             operation.set_done_at_end()
             operation.done.wait()
         self.check()
-        self._pending.discard(operation)
-        operation.end()  # returns at once
+        if operation.failure is None:
+            operation.end()  # returns at once
+        if operation.is_over:
+            self._pending.discard(operation)
         operation.check()
 
     def is_over(self, operation: Operation) -> bool:
@@ -267,8 +278,7 @@ class ProcessGroup:
         self.wait(self.all_gather(everyone, mine))
         return [row.numpy().tobytes() for row in everyone.view(self.world_size, -1)]
 
-    def _launch(self, buffers: Sequence[torch.Tensor], *parts: Callable[[], Any]) -> Operation:
-        operation = Operation(*buffers)
+    def _launch(self, operation: Operation, *parts: Callable[[], Any]) -> Operation:
         self._pending.add(operation)
         self.check()
         for part in parts:
@@ -279,15 +289,14 @@ class ProcessGroup:
     def close(self) -> None:
         """Leaves the group. Returns at once; what is still in flight is dropped when it ends."""
         self.abort()
-        if self._watch is not None:
-            self._pending.add(self._watch.say_goodbye(self._backend))
+        goodbye = None if self._watch is None else self._watch.say_goodbye(self._backend)
         kept = None if self.on_device is None else self.on_device.release()
         handed: list[abandoned_groups.Abandoned] = [
-            (self._backend, self.in_flight, (self._store, kept))
+            (self._backend, self.in_flight, (self._store, kept, goodbye))
         ]
         # Whoever lets go of it last drops it, which may block. So nothing is kept here.
         self._backend, self._pending, self._store = None, set(), None
-        del kept
+        del kept, goodbye
         abandoned_groups.abandon(handed)
 
 
@@ -304,14 +313,16 @@ class DevicePeerWatch:
         """`backend`: Gloo's, among at least two members."""
         self._before, after = (rank - 1) % world_size, (rank + 1) % world_size
         received = torch.zeros(1, dtype=torch.uint8)
-        self.receiving = Operation(received)  # fails when the next rank cannot be reached any more
+        self.receiving = Operation(
+            received, between_pairs=True
+        )  # fails when the next rank cannot be reached any more
         self.receiving.start(lambda: backend.recv([received], after, _WATCH_TAG))
         background("peer-watch", self.receiving.end).start()
 
     def say_goodbye(self, backend: Any) -> Operation:
         """Ends the receive at the other end, so that no thread keeps a group that is left."""
         goodbye = torch.ones(1, dtype=torch.uint8)
-        operation = Operation(goodbye)
+        operation = Operation(goodbye, between_pairs=True)
         operation.start(lambda: backend.send([goodbye], self._before, _WATCH_TAG))
         return operation
 

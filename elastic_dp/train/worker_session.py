@@ -241,7 +241,6 @@ class WorkerSession:
             raise LoopError(NO_HANDLERS)
         self._parts = build = StepBuilder(given, self)
         build.make_parts()
-        self.groups.has_large_buffers = self.transaction.gradient.exchange.is_large
         self.faults.weights = list(self.state.parameters.values())
         self._transfer = StateTransfer(self)
         kind = build.kind_of(machine_kind(self.device, self.spec.exact))

@@ -1,6 +1,7 @@
 """All-gathers at once, to each rank, and around a ring: the same bytes, and when which."""
 
 import contextlib
+import itertools
 import threading
 
 import pytest
@@ -53,59 +54,38 @@ def test_each_way_to_gather_has_the_same_bytes(topology):
         assert called == (with_links if topology else without_links) * 2
 
 
-def test_rank_that_cannot_send_to_one_sends_to_the_others():
-    """Else those would wait for it as long as it waits for others."""
-
-    def act(group):
-        rows, backend = torch.zeros(WORLD, LIMIT), group._backend
-        rows[group.rank] = group.rank + 1.0
-
-        class Backend:
-            recv = backend.recv
-
-            def send(self, tensors, to, tag):
-                if to == 1:
-                    raise RuntimeError("the connection is closed")
-                return backend.send(tensors, to, tag)
-
-        group._backend = Backend() if group.rank == 0 else backend
-        failing = pytest.raises(CollectiveFailed, match="connection is closed")
-        with failing if group.rank == 0 else contextlib.nullcontext():
-            operation = group.all_gather(rows.view(-1), rows[group.rank])
-        group._backend = backend
-        if group.rank == 2:
-            group.wait(operation)
-            assert rows[:, 0].tolist() == [1.0, 2.0, 3.0]
-
-    of_each(WORLD, act)
+LATER = ["all_gather", "all_reduce", "all_to_all"]
 
 
-@pytest.mark.parametrize("is_gone", [False, True])
-@pytest.mark.parametrize("lost", range(5))
-def test_groups_end_where_a_rank_is_lost_in_a_gather(lost, is_gone, monkeypatch):
-    """Else they keep their memory. With broadcasts, or a scatter of each rank, two ranks may wait
-    for each other: for what one passes on, or for what it does not send since an earlier rank
-    `is_gone`."""
-    handed, world_size = [], 5
+@pytest.mark.parametrize("launched", [*itertools.product(range(3), repeat=3)])
+@pytest.mark.parametrize("second", LATER)
+def test_groups_end_where_a_rank_is_lost_in_a_step(second, launched, monkeypatch):
+    """Else they keep their memory. The others have launched none, the first, or both of two
+    exchanges when they leave; and two ranks may wait for each other."""
+    handed, numel = [], LIMIT
     monkeypatch.setattr(abandoned_groups, "abandon", handed.append)
-    launching, launched = threading.Barrier(world_size), threading.Barrier(world_size)
+    together = threading.Barrier(4)
 
     def act(group):
-        rows = torch.zeros(world_size, 1 << 20)
-        if is_gone and group.rank == lost:
+        flat, sizes = torch.zeros(4 * numel), [numel] * 4
+        part = flat[group.rank * numel :][:numel]
+        given = {"all_gather": (flat, part), "all_reduce": (flat,)}
+        given["all_to_all"] = flat, torch.zeros(4 * numel), sizes, sizes
+        together.wait(PATIENCE_S)
+        if group.rank == 3:
             group._backend = None
-        launching.wait(PATIENCE_S)
         with contextlib.suppress(CollectiveFailed):
-            for _ in range(4) if group.rank != lost else ():
-                group.all_gather(rows.view(-1), rows[group.rank])
-        launched.wait(PATIENCE_S)
+            for name in ["all_to_all", second][: [*launched, 0][group.rank]]:
+                getattr(group, name)(*given[name])
+        together.wait(PATIENCE_S)
 
-    of_each(world_size, act)
+    of_each(4, act)
     ready = threading.Event()
     ready.set()
     threads = [
         threading.Thread(target=abandoned_groups._drop, args=(one, ready), daemon=True)
         for one in handed
+        if one[0][0] is not None
     ]
     handed.clear()
     for thread in threads:

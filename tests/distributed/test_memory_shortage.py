@@ -31,6 +31,20 @@ def _rest_long(monkeypatch):
     drop_abandoned_groups(PATIENCE_S)
 
 
+@pytest.fixture
+def may_close(monkeypatch):
+    """Connections of groups that were left are closed once this is set."""
+    may, close = threading.Event(), abandoned_groups.close_connections
+
+    def waits(backend):
+        may.wait(PATIENCE_S)
+        close(backend)
+
+    monkeypatch.setattr(abandoned_groups, "close_connections", waits)
+    yield may
+    may.set()
+
+
 def not_withheld():
     return False
 
@@ -69,14 +83,12 @@ def sum_of(gradients, p, rank, *, ends):
     return gradients.exchange.sums_of_pieces(1.0)[0]
 
 
-@pytest.mark.parametrize("large", [True, False])
 @pytest.mark.parametrize("launches", [(0, 1), (0,), ()])
 def test_next_generation_uses_memory_again_that_operations_of_the_last_one_kept(
-    large, launches, monkeypatch
+    launches, monkeypatch
 ):
-    """A worker that is lost in an exchange leaves those of the others in flight. Where the buffers
-    are small, nobody waits for them: new ones are made."""
-    monkeypatch.setattr(abandoned_groups, "LARGE_BYTES", 0 if large else 1 << 40)
+    """A worker that is lost in an exchange leaves those of the others in flight."""
+    monkeypatch.setattr(abandoned_groups, "LARGE_BYTES", 0)
 
     def first(group):
         p = torch.nn.Parameter(torch.zeros(NUMEL))
@@ -95,8 +107,6 @@ def test_next_generation_uses_memory_again_that_operations_of_the_last_one_kept(
         gradients.close()
         before.close()
         group.gather_bytes(b"")  # all have left it
-        if large:
-            drop_abandoned_groups(0.0)  # as `GenerationGroups` does
         gradients.open(group, SHARES, V, True)
         used_again = gradients.exchange.received_memory[torch.float32] is memory
         for held in sum_of(gradients, p, group.rank, ends=True).values():
@@ -104,11 +114,35 @@ def test_next_generation_uses_memory_again_that_operations_of_the_last_one_kept(
         gradients.close()
         return used_again
 
-    expected = [large or rank not in launches for rank in range(len(SHARES))]
-    assert in_two_generations(first, second) == expected
+    assert in_two_generations(first, second) == [True] * len(SHARES)
 
 
-def test_refused_memory_is_waited_for_where_abandoned_groups_keep_some():
+def test_small_memory_that_operations_keep_is_made_anew(may_close):
+    """Nobody waits for it."""
+
+    def first(group):
+        p = torch.nn.Parameter(torch.zeros(NUMEL))
+        gradients = GradientReducer(named([p]))
+        gradients.open(group, SHARES, V, True)
+        if group.rank == 0:
+            sum_of(gradients, p, group.rank, ends=False)
+        return gradients
+
+    def second(group, made):
+        before, gradients = made
+        held = {memory.data_ptr() for one in gradients.exchange._buckets for memory in one._memory}
+        gradients.drop()
+        gradients.close()
+        before.close()
+        gradients.open(group, SHARES, V, True)
+        taken = {memory.data_ptr() for one in gradients.exchange._buckets for memory in one._memory}
+        gradients.close()
+        return bool(held & taken)
+
+    assert in_two_generations(first, second) == [False, True, True]
+
+
+def test_refused_memory_is_waited_for_where_abandoned_groups_keep_some(may_close):
     def first(group):
         if group.rank != 0:
             return None
@@ -127,6 +161,7 @@ def test_refused_memory_is_waited_for_where_abandoned_groups_keep_some():
         def allocate():
             attempts.append(kept() is None)
             if kept() is not None:
+                may_close.set()
                 raise RuntimeError(REFUSED)
 
         allocate_buffers(allocate, group.check, not_withheld)

@@ -17,7 +17,6 @@ import torch
 
 from elastic_dp.coordinator.messages import Membership, PrepareGroup, WorkerId
 from elastic_dp.device.accelerator import accelerator_of
-from elastic_dp.distributed.abandoned_groups import drop_abandoned_groups
 from elastic_dp.distributed.device_connection import load_kernels
 from elastic_dp.distributed.device_transport import DeviceTransport
 from elastic_dp.distributed.process_group import (
@@ -53,7 +52,6 @@ class GenerationGroups:
         members get a communicator of their own."""
         self._worker, self._device, self._control = worker, device, control
         self._rendezvous, self._connects = rendezvous, connects
-        self.has_large_buffers = False  # operations in flight keep much memory: no member waits
         self.main: ProcessGroup | None = None
         self.membership: Membership | None = None  # of the present or the last generation
         self._joining: frozenset[int] = frozenset()
@@ -133,8 +131,6 @@ class GenerationGroups:
         for old in self._old:
             old.close()
         self._old = []
-        if self.has_large_buffers:
-            drop_abandoned_groups(0.0)  # returns at once
         return self.main
 
     @property

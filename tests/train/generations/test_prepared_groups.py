@@ -8,7 +8,6 @@ import torch
 
 from elastic_dp.coordinator.messages import START, Member, Membership, PrepareGroup
 from elastic_dp.distributed import abandoned_groups
-from elastic_dp.train.generations import generation_groups
 from elastic_dp.train.generations.generation_groups import GenerationGroups
 from elastic_dp.train.generations.worker_control import WorkerControl
 from tests.distributed.meeting import InMemory
@@ -99,21 +98,13 @@ def test_preparation_of_a_generation_that_was_entered_comes_too_late():
     assert groups[0]._prepared is None
 
 
-@pytest.mark.parametrize("large", [True, False])
-def test_groups_with_large_buffers_are_dropped_when_the_next_one_has_formed(
-    closed, monkeypatch, large
-):
-    """Other members may wait for the memory, also those of a member that itself waits for none."""
-    dropped = []
-    monkeypatch.setattr(generation_groups, "drop_abandoned_groups", dropped.append)
+def test_groups_are_closed_when_the_next_one_has_formed(closed):
+    """Until then, other members may receive what was sent for the last step."""
     groups = groups_of(*LIKELY)
-    for one in groups:
-        one.has_large_buffers = large
     forms(groups, LIKELY, prepared=0)
-    dropped.clear()
     for one in groups:
         one.leave()
         one._control.leave()
-    assert not closed and not dropped
+    assert not closed
     forms(groups, LIKELY, prepared=0, generation=3)
-    assert len(closed) == 2 and dropped == ([0.0, 0.0] if large else [])
+    assert len(closed) == 2
