@@ -29,7 +29,7 @@ REST_S = 3.0  # from the end of a group until it is dropped
 LARGE_BYTES = 64 << 20  # of buffers: touching new memory takes longer than dropping a group
 _NEVER_SENT_TAG = 2
 _LOOK_AGAIN_S = 0.005
-_SOON_S = 2.0  # where buffers are large
+_SOON_S = 0.5  # where buffers are large
 _LIMIT_S = 10.0  # where memory was refused
 
 # A backend, its operations in flight, which keep their buffers, and what else it needs.
@@ -86,7 +86,8 @@ def _drop(handed: list[Abandoned], rested: threading.Event) -> None:
     if not operations:
         rested.wait(REST_S)
     close_connections(backend)
-    for operation in operations:
+    # Collectives last: one may be stuck, for the same reason for which a send may be.
+    for operation in sorted(operations, key=lambda one: not one.between_pairs):
         operation.connections_are_closed()
 
 

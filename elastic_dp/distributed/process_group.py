@@ -62,14 +62,14 @@ _LENGTH_BYTES, _FIRST_CAPACITY = 4, 512  # of a record that is gathered
 class Operation:
     """An exchange in flight, and the tensors that it may still access."""
 
-    __slots__ = ("_between_pairs", "_ending", "_works", "buffers", "done", "failure")
+    __slots__ = ("_ending", "_works", "between_pairs", "buffers", "done", "failure")
 
     def __init__(self, *buffers: torch.Tensor, between_pairs: bool = False) -> None:
         """`between_pairs`: it consists of sends and receives, and of no collective."""
         self.done = threading.Event()  # set only if a thread waits, or by an abort
         self.failure: Exception | None = None  # the first one
         self.buffers = buffers
-        self._between_pairs = between_pairs
+        self.between_pairs = between_pairs
         self._works: list[Any] = []  # those that may not have ended
         self._ending = threading.Lock()
 
@@ -94,7 +94,7 @@ class Operation:
 
     def set_done_at_end(self) -> None:
         """A failure of a part is the end, too."""
-        if len(self._works) == 1 and not self._between_pairs:
+        if len(self._works) == 1 and not self.between_pairs:
             # Asked for only now: a callback takes the interpreter's lock from a thread that
             # computes.
             self._works[0].get_future().add_done_callback(lambda _: self.done.set())
@@ -117,7 +117,7 @@ class Operation:
     def connections_are_closed(self) -> None:
         """Returns when the operation cannot access its buffers any more. Gloo forgets a send that
         it was transmitting when a connection was closed, so nobody must wait for that."""
-        if self._between_pairs:
+        if self.between_pairs:
             self._works = []
         else:
             self.end()
