@@ -4,8 +4,10 @@ An operation in flight may write to its buffers until the connections of its gro
 takes about 4 ms for every peer. So that is done on a thread for each group, before the group is
 dropped: Gloo's destructor would close them, too, but it holds the GIL and waits for the operations.
 
-A group without operations in flight rests first: others may still receive what this member has
-sent. It ends its rest where memory is short.
+A group rests first: others may still receive what this member has sent. It also waits a while for
+its operations: one may be with a worker that is frozen. If that worker thaws, it finishes them, and
+then finds that it was left. In the middle of a send it may not notice a closed connection. Where
+memory is needed, nothing rests.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from elastic_dp.threads import background
 REST_S = 3.0  # from the end of a group until it is dropped
 LARGE_BYTES = 64 << 20  # of buffers: touching new memory takes longer than dropping a group
 _NEVER_SENT_TAG = 2
+_IN_FLIGHT_S = 60.0  # how long operations may end by themselves
 _LOOK_AGAIN_S = 0.005
+_LOOK_S = 0.1  # for operations that end by themselves
 _SOON_S = 0.5  # where buffers are large
 _LIMIT_S = 10.0  # where memory was refused
 
@@ -83,8 +87,11 @@ def _forget_gone() -> None:
 
 def _drop(handed: list[Abandoned], rested: threading.Event) -> None:
     backend, operations, _kept = handed.pop()
-    if not operations:
-        rested.wait(REST_S)
+    until = time.monotonic() + _IN_FLIGHT_S
+    while not all(one.is_over for one in operations) and time.monotonic() < until:
+        if rested.wait(_LOOK_S):
+            break
+    rested.wait(REST_S)
     close_connections(backend)
     # Collectives last: one may be stuck, for the same reason for which a send may be.
     for operation in sorted(operations, key=lambda one: not one.between_pairs):
