@@ -4,8 +4,8 @@ Three invariants hold:
 
 - Every operation is launched asynchronously and waited for on an event that either its completion
   or `abort()` sets. A control thread can therefore free the training thread from a collective whose
-  peer is gone, frozen, or late. Nothing else can for Gloo, whose own `abort()` is empty and whose
-  destructor blocks until its last operation ends.
+  peer is gone, frozen, or late. Gloo's own `abort()` is empty, its destructor blocks until its last
+  operation ends, and a send that is in transit is not told that its connection was closed.
 - An abandoned operation may still write to its buffers: group, operations and buffers are handed
   together to a background thread, which closes the connections and then drops them.
 - Forming happens on a thread that can be abandoned, too, since an absent peer blocks the
@@ -55,7 +55,7 @@ _AT_ONCE_BYTES, _AT_ONCE_BYTES_ALONE = 64 << 10, 128 << 10
 _PROOF_BYTES = 32
 _GATHER_TAG, _WATCH_TAG = 0, 1
 _FOR_EVER = timedelta(days=3650)  # else Gloo takes the time that it had to form
-RING_BYTES = 4 << 20  # of all ranks, in one all-gather of Gloo, which makes room for them
+_RING_BYTES = 4 << 20  # of all ranks, in one all-gather of Gloo, which makes room for them
 _LENGTH_BYTES, _FIRST_CAPACITY = 4, 512  # of a record that is gathered
 
 
@@ -218,7 +218,7 @@ class ProcessGroup:
             return self._launch(Operation(output, copies), start)
         rows = output.view(world_size, -1)
         if self._shares_links:
-            width = max(1, RING_BYTES // (world_size * rows.element_size()))
+            width = max(1, _RING_BYTES // (world_size * rows.element_size()))
             parts = zip(rows.split(width, dim=1), input.split(width), strict=True)
             pairs = (([[*columns]], [part]) for columns, part in parts)
             gather, around = self._backend.allgather, c10d.AllgatherOptions()

@@ -19,7 +19,7 @@ WORLD, LIMIT = 3, process_group._AT_ONCE_BYTES_ALONE
 @pytest.mark.parametrize("topology", [(), ((2, 1),)])
 def test_each_way_to_gather_has_the_same_bytes(topology):
     """With what a rank sends in its own place already, or not."""
-    in_ring = process_group.RING_BYTES // WORLD // 4
+    in_ring = process_group._RING_BYTES // WORLD // 4
     sizes = [1, 1000, 8000, LIMIT // 4, LIMIT // 4 + 1, in_ring, in_ring + 1]
 
     def act(group):
