@@ -223,16 +223,18 @@ class ProcessWorkerGroup:
         with self._lock:
             del self._pipes[worker]
             self._outboxes.pop(worker).put(None)
-        pipe.close()
         del self.processes[worker]  # which also closes its file descriptor
         self._controller.post(WorkerLost(worker, f"its process ended with {process.exitcode}"))
         self._place()
 
 
 def _write(pipe: Connection, outbox: queue.SimpleQueue[Any]) -> None:
-    while (message := outbox.get()) is not None:
-        with contextlib.suppress(OSError):
-            pipe.send_bytes(message)
+    """Send what is in the outbox. Closes the pipe at the end: if another thread did, this one might
+    write to a file that has got the same descriptor."""
+    with pipe:
+        while (message := outbox.get()) is not None:
+            with contextlib.suppress(OSError):
+                pipe.send_bytes(message)
 
 
 class _PipeLink(MessageLink):

@@ -1,9 +1,11 @@
 """Map-style datasets: the same order arithmetic, the user's own items."""
 
 import importlib
+import queue
 import random
 import re
 import socket
+import time
 
 import cloudpickle
 import numpy as np
@@ -18,9 +20,11 @@ from elastic_dp.data.datasets.map_style import probed_rows
 from elastic_dp.data.pipeline.array_memory import ALIGNED_TO
 from elastic_dp.data.pipeline.user_code_process import UserCodeProcess
 from elastic_dp.device.global_generators import seed_everything
-from elastic_dp.errors import DataError, UserCodeError
+from elastic_dp.errors import ClusterError, DataError, UserCodeError
 from elastic_dp.sampling.order import Order
 from elastic_dp.sampling.seeds import batch_seed
+from elastic_dp.threads import background
+from tests.patience import PATIENCE_S, eventually
 
 NUMBERS = TensorDataset(torch.arange(50), torch.arange(50) * 2)
 
@@ -243,3 +247,22 @@ def test_it_may_take_longer_than_the_default_timeout_that_user_code_has_set():
     finally:
         socket.setdefaulttimeout(None)
         process.close()
+
+
+def test_process_that_is_ended_in_a_call_of_another_thread_is_not_killed(tmp_path):
+    """The thread kept its socket open; and where it had closed, the thread might use another file
+    that got its descriptor."""
+    begun, heard = tmp_path / "begun", queue.SimpleQueue()
+
+    def call():
+        with pytest.raises(ClusterError) as ended:
+            process.run(begun)
+        heard.put(str(ended.value))
+
+    process = UserCodeProcess("a process")
+    process.start(cloudpickle.dumps(lambda path: (path.touch(), time.sleep(PATIENCE_S))))
+    background("call", call).start()
+    eventually(begun.exists)
+    process.end()
+    assert "ended with exit code 0" in heard.get(timeout=PATIENCE_S)
+    process.close()

@@ -70,8 +70,9 @@ class HeartbeatServer:
     def close(self) -> None:
         self._closed = True
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._socket.close()
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it
+        if self._thread.ident is None:  # never started
+            self._socket.close()
 
     def receive(self, datagram: bytes, source: Any) -> None:
         """Pass on the message of an authentic, new datagram. Never raises, whatever the datagram
@@ -125,15 +126,12 @@ class HeartbeatServer:
                 self._socket.sendto(peer.out.sign(0, message), peer.source)
 
     def _serve(self) -> None:
-        while not self._closed:
-            try:
-                datagram, source = self._socket.recvfrom(heartbeat_sidecar.MAX_DATAGRAM_BYTES)
-            except OSError:
-                if self._socket.fileno() < 0:
-                    return  # closed
-                continue
-            if not self._closed:
-                self.receive(datagram, source)
+        with self._socket:
+            while not self._closed:
+                with contextlib.suppress(OSError):
+                    datagram, source = self._socket.recvfrom(heartbeat_sidecar.MAX_DATAGRAM_BYTES)
+                    if not self._closed:
+                        self.receive(datagram, source)
 
 
 class _Peer:

@@ -171,8 +171,10 @@ class MicroBatchStream(ABC):
     def close(self) -> None:
         self._pipeline.close()
         for process in self._processes:
-            process.close()
+            process.end()
         self._pipeline.join()
+        for process in self._processes:
+            process.close()
 
     def in_process(self, wanted: MicroBatch, number: int, content: Any) -> Any:
         """What the callable of the processes makes of the content of a micro-batch."""

@@ -10,6 +10,7 @@ out or be left behind. The process ends when the socket closes, so it never outl
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -33,7 +34,7 @@ from elastic_dp.threads import background
 from elastic_dp.torch_settings import apply_torch_settings, torch_settings
 
 _SOCKET_BYTES = 4 << 20
-_LEAVE_S = 5.0  # time to end after `close`
+_LEAVE_S = 5.0  # time to leave after `end`
 _START = (
     "import sys; from elastic_dp.data.pipeline.user_code_process import serve; "
     "serve(int(sys.argv[1]), sys.argv[2])"
@@ -86,17 +87,25 @@ class UserCodeProcess:
             raise answer
         return answer
 
-    def close(self) -> None:
-        """The process ends when its socket closes. It is killed if it does not."""
+    def end(self) -> None:
+        """Ends the process, also in a call of another thread. It is killed if it does not leave."""
         if self._popen is None:
             return
-        self._socket.close()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         try:
             self._popen.wait(_LEAVE_S)
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait()
-        self._popen = None
+
+    def close(self) -> None:
+        """Ends the process. No thread may be in a call, since another file may get the descriptor
+        of the socket."""
+        if self._popen is not None:
+            self.end()
+            self._socket.close()
+            self._popen = None
 
     def _death(self) -> ClusterError:
         assert self._popen is not None

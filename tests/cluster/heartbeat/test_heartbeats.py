@@ -124,6 +124,22 @@ def test_bug_in_a_listener_costs_one_message(capsys):
     server.close()
 
 
+def test_socket_stays_open_until_the_thread_that_reads_from_it_has_ended():
+    """Else it reads from a file that has got the same descriptor."""
+    hears, goes_on = threading.Event(), threading.Event()
+    server = HeartbeatServer(
+        SECRET, "127.0.0.1", lambda event: (hears.set(), goes_on.wait(PATIENCE_S))
+    )
+    server.start()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as worker:
+        worker.sendto(signed(server, 1), server.address[:2])
+    assert hears.wait(PATIENCE_S)
+    server.close()
+    assert server._socket.fileno() >= 0
+    goes_on.set()
+    eventually(lambda: server._socket.fileno() < 0)
+
+
 def test_replayed_datagram_keeps_no_worker_alive(server, heard):
     recorded = [signed(server, i) for i in range(1, 200)]
     for datagram in recorded:
