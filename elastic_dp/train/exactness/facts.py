@@ -10,6 +10,7 @@ import itertools
 import math
 import operator
 import types
+import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 import xxhash
 from torch import nn
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from elastic_dp.distributed.local_shards import local_of
 from elastic_dp.train.exactness.code_variables import variables_of
@@ -89,11 +91,17 @@ class Look:
             case types.GeneratorType() if depth < _DEEPEST:
                 if value.gi_frame and not value.gi_running:
                     held: Facts = {}
-                    self._add(held, "", [*value.gi_frame.f_locals.values()], depth + 1, objects)
+                    inner = [*value.gi_frame.f_locals.values(), value.gi_yieldfrom]
+                    self._add(held, "", inner, depth + 1, objects)
                     facts[name] = f"#{value.gi_frame.f_lasti} {held}"
             case Iterator() if type(value).__module__ in ("builtins", "itertools"):
                 if (left := operator.length_hint(value, -1)) >= 0:
                     facts[name] = f"#{left}"
+                elif depth < _DEEPEST:
+                    for n, one in enumerate(_parts(value)):
+                        self._add(facts, f"{name}[#{n}]", one, depth + 1, objects)
+            case _BaseDataLoaderIter():
+                facts[name] = f"#{value._num_yielded}"
             case _:
                 facts |= self.others(name, value)
                 if objects < _DEEPEST and self.opens(value):
@@ -178,6 +186,15 @@ def _first_items(value: Any) -> list[tuple[Any, Any]]:
     items = value.items() if isinstance(value, dict) else enumerate(value)
     with contextlib.suppress(RuntimeError):  # it changed
         return [*itertools.islice(items, len(value) if len(value) <= _MOST else _OF_LARGER)]
+    return []
+
+
+def _parts(iterator: Iterator[Any]) -> list[Any]:
+    """Returns what an iterator of Python's own is made of, and where it is; nothing of one that
+    does not tell, as those of `itertools` from Python 3.14 on."""
+    with warnings.catch_warnings(action="ignore"), contextlib.suppress(TypeError):
+        reduced: Any = iterator.__reduce__()
+        return [*reduced[1], *reduced[2:]]
     return []
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from elastic_dp.cluster.run_handle import error_of
@@ -238,6 +239,45 @@ def lr_of_an_iterator(ctx):
     lrs = iter([0.01 * 0.9**n for n in range(100)])
     for _ in begin(ctx):
         ctx.log({"lr": next(lrs)})
+
+
+@named("lrs")
+def lr_of_a_cycle(ctx):
+    lrs = itertools.cycle([0.1, 0.01, 0.001])
+    for _ in begin(ctx):
+        ctx.log({"lr": next(lrs)})
+
+
+@named("lrs")
+def lr_of_a_mapped_iterator(ctx):
+    lrs = enumerate(map(float, iter(range(100))))
+    for _ in begin(ctx):
+        ctx.log({"lr": next(lrs)[1]})
+
+
+@named("others")
+def batches_of_a_loader(ctx):
+    others = iter(DataLoader(range(1000), batch_size=4))
+    for _ in begin(ctx):
+        ctx.log({"mean": next(others).float().mean()})
+
+
+@named("others")
+def batches_of_an_endless_loader(ctx):
+    def endless(loader):
+        while True:
+            yield from loader
+
+    others = endless(DataLoader(range(1000), batch_size=4))
+    for _ in begin(ctx):
+        ctx.log({"mean": next(others).float().mean()})
+
+
+@named("others")
+def batches_of_a_cycled_loader(ctx):
+    others = itertools.cycle(DataLoader(range(1000), batch_size=4))
+    for _ in begin(ctx):
+        ctx.log({"mean": next(others).float().mean()})
 
 
 @named("lr (0.01, then")
