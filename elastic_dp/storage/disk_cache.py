@@ -2,11 +2,12 @@
 
     FOLDER/cache.lock                  as long as all ranges; locked while space is taken or freed
     FOLDER/DATASET.BOOT.ranges/open    a process that reads the data set holds a shared lock on it
-    FOLDER/DATASET.BOOT.ranges/RANGE   a complete range
+    FOLDER/DATASET.BOOT.ranges/RANGE   a complete range, and its checksum
     FOLDER/DATASET.BOOT.ranges/*.tmp   a range that a process writes
 
 - Other files may be in FOLDER. Only files with these names are counted or deleted.
 - A process may be killed at any point. A range is linked to its name once it is complete.
+- A range whose checksum is wrong is deleted, and read from the store again.
 - Files are not synced to the disk, so each boot of a machine has folders of its own.
 - Every epoch reads every range again. A cache that evicted the least recently used range of a data
   set would never be hit, so ranges stay until the limit is lowered. Space comes from data sets that
@@ -29,6 +30,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import xxhash
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
@@ -38,6 +41,7 @@ _FULL_S = 30.0  # how long a full cache is not asked for space again
 _RECENT_S = 1.0
 _WRITE_S = 60.0  # a temporary file that is older was left by a killed process
 _MAPPED_BYTES = 1 << 20  # a smaller range is read: the number of maps of a process is limited
+CHECKSUM_BYTES = 8
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NAME = re.compile(r"[0-9a-f]{32}(\.[0-9a-f]+)?\.ranges")
 
@@ -113,18 +117,18 @@ class DiskCache:
     def _keep(self, path: Path, content: memoryview) -> None:
         if self._failed or not content or time.monotonic() < self._full_until:
             return
-        aside = f"{path}.{secrets.token_hex(8)}.tmp"
+        aside, nbytes = f"{path}.{secrets.token_hex(8)}.tmp", len(content) + CHECKSUM_BYTES
         try:
-            if not self._take(aside, len(content)):
+            if not self._take(aside, nbytes):
                 self._full_until = time.monotonic() + _FULL_S
                 return
             try:
-                with open(aside, "r+b", buffering=0) as file:
-                    while file.tell() < len(content):
-                        file.write(content[file.tell() :])
+                with open(aside, "r+b") as file:
+                    file.write(content)
+                    file.write(_checksum(content))
                 os.link(aside, path)
             except OSError as error:
-                self._take(aside, -len(content))
+                self._take(aside, -nbytes)
                 if not isinstance(error, FileExistsError):  # another process was faster
                     raise
         except OSError as error:
@@ -210,16 +214,22 @@ def _content(path: Path, nbytes: int) -> Buffer:
     """The complete range. Raises FileNotFoundError if it is not cached."""
     import pyarrow as pa  # whose maps need no descriptor, as those of `mmap` do
 
-    content: Buffer
+    stored: Buffer
     if nbytes < _MAPPED_BYTES:
-        content = path.read_bytes()
+        stored = path.read_bytes()
     else:
         with pa.memory_map(str(path)) as file:
-            content = file.read_buffer()
-    if memoryview(content).nbytes == nbytes:
+            stored = file.read_buffer()
+    whole = memoryview(stored).cast("B")
+    content = whole[:nbytes]
+    if whole[nbytes:] == _checksum(content):
         return content
     path.unlink()  # whoever changed it
     raise FileNotFoundError(path)
+
+
+def _checksum(content: memoryview) -> bytes:
+    return xxhash.xxh3_64_digest(content)
 
 
 def _digest(text: str) -> str:

@@ -17,6 +17,7 @@ from elastic_dp.storage import Store, disk_cache
 from elastic_dp.storage.disk_cache import DiskCache
 
 PIECE = 1000  # bytes of a range
+STORED = PIECE + disk_cache.CHECKSUM_BYTES  # those of its file
 
 
 def content_of(key, nbytes=PIECE):
@@ -26,7 +27,7 @@ def content_of(key, nbytes=PIECE):
 class Far:
     """A store that counts what is read from it, through a cache of ten ranges."""
 
-    def __init__(self, folder, limit=10 * PIECE, dataset="a"):
+    def __init__(self, folder, limit=10 * STORED, dataset="a"):
         self.said = []
         self.fetched = []
         self.cache = DiskCache(str(folder), limit, dataset, self.said.append)
@@ -80,7 +81,7 @@ def test_limit_holds_and_what_is_kept_stays_for_every_epoch(tmp_path):
         far.fetched.clear()
         for key in random.Random(epoch).sample(KEYS, len(KEYS)):
             far.read(key)
-            assert size(tmp_path) <= 10 * PIECE
+            assert size(tmp_path) <= 10 * STORED
         assert len(far.fetched) == (15 if epoch else 25)
     assert not far.said
 
@@ -124,13 +125,13 @@ def test_limit_that_was_lowered_holds_once_the_data_set_is_opened(tmp_path):
     first.read(*KEYS)
     first.cache.close()
     other = Far(tmp_path, dataset="other")
-    later = Far(tmp_path, limit=4 * PIECE)
+    later = Far(tmp_path, limit=4 * STORED)
     later.read(KEYS[0])
-    assert size(tmp_path) <= 4 * PIECE
+    assert size(tmp_path) <= 4 * STORED
     later.read(*KEYS)
-    assert size(tmp_path) == 4 * PIECE and not later.said
+    assert size(tmp_path) == 4 * STORED and not later.said
     other.read(*KEYS)
-    assert size(tmp_path) <= 10 * PIECE
+    assert size(tmp_path) <= 10 * STORED
 
 
 def test_range_of_no_bytes_is_read(tmp_path):
@@ -139,7 +140,7 @@ def test_range_of_no_bytes_is_read(tmp_path):
 
 
 def test_range_larger_than_the_limit_is_read_from_the_store(tmp_path):
-    far = Far(tmp_path, limit=PIECE - 1)
+    far = Far(tmp_path, limit=STORED - 1)
     far.read("x", "x")
     assert far.fetched == ["x", "x"] and not files(tmp_path)
 
@@ -160,9 +161,29 @@ def test_error_of_the_store_is_raised_and_leaves_nothing(tmp_path):
 def test_file_of_another_length_is_not_used(tmp_path):
     far = Far(tmp_path)
     far.read("x")
-    os.truncate(files(tmp_path)[0], PIECE - 1)
+    os.truncate(files(tmp_path)[0], STORED - 1)
     far.read("x", "x")
     assert far.fetched == ["x", "x"]
+
+
+@pytest.mark.parametrize("nbytes", [PIECE, 2 * disk_cache._MAPPED_BYTES])
+@pytest.mark.parametrize("at", [0, -1, -disk_cache.CHECKSUM_BYTES - 1])
+def test_file_with_a_flipped_byte_is_not_used(at, nbytes, tmp_path):
+    content, fetched = content_of("x", nbytes), []
+    cache = DiskCache(str(tmp_path), 100 * nbytes, "a", print)
+
+    def read():
+        assert cache.read("x", nbytes, lambda: fetched.append("x") or content) == content
+
+    read()
+    with open(files(tmp_path)[0], "r+b") as file:
+        file.seek(at, os.SEEK_SET if at == 0 else os.SEEK_END)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    read()
+    read()
+    assert fetched == ["x", "x"]
 
 
 def test_files_of_an_earlier_boot_are_deleted_and_those_of_another_host_are_not(
@@ -178,7 +199,7 @@ def test_files_of_an_earlier_boot_are_deleted_and_those_of_another_host_are_not(
     monkeypatch.setattr(disk_cache, "_BOOT_ID", boot)
     far = Far(folder, dataset="earlier")
     far.read(*KEYS[:4])
-    assert len(far.fetched) == 4 and size(folder) == 8 * PIECE
+    assert len(far.fetched) == 4 and size(folder) == 8 * STORED
     assert not earlier.cache._dataset.exists()
     other_host.read(*KEYS[:4])
     assert len(other_host.fetched) == 4
@@ -209,7 +230,7 @@ def test_threads_that_need_the_same_range_keep_it_once(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    assert size(tmp_path) == (tmp_path / "cache.lock").stat().st_size == PIECE and not far.said
+    assert size(tmp_path) == (tmp_path / "cache.lock").stat().st_size == STORED and not far.said
 
 
 def test_folder_that_cannot_be_used_is_said_once(tmp_path):
@@ -232,7 +253,7 @@ def test_full_disk_is_said_once_and_gives_back_what_was_taken(tmp_path, monkeypa
     far.read("y", "y", "x")
     assert far.fetched == ["x", "y", "y"] and len(far.said) == 1
     assert "No space left" in far.said[0]
-    assert len(files(tmp_path)) == 1 and (tmp_path / "cache.lock").stat().st_size == PIECE
+    assert len(files(tmp_path)) == 1 and (tmp_path / "cache.lock").stat().st_size == STORED
 
 
 def test_folder_that_is_deleted_meanwhile_is_no_error(tmp_path):
@@ -270,7 +291,7 @@ while True:
 
 def other(folder, what):
     process = subprocess.Popen(
-        [sys.executable, "-c", _OTHER, str(folder), str(10 * PIECE), what],
+        [sys.executable, "-c", _OTHER, str(folder), str(10 * STORED), what],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -315,7 +336,7 @@ def test_limit_holds_and_content_is_right_while_processes_are_killed(tmp_path, m
             assert process.poll() is None, "it met other content"
             kill(process)
             with stopped(processes[0]):  # else files come and go while they are added up
-                assert size(tmp_path) <= 10 * PIECE
+                assert size(tmp_path) <= 10 * STORED
             processes.append(other(tmp_path, "read"))
         for process in processes:
             assert process.stdout.readline() == "reads\n"
@@ -325,7 +346,7 @@ def test_limit_holds_and_content_is_right_while_processes_are_killed(tmp_path, m
     monkeypatch.setattr(disk_cache, "_WRITE_S", 0.0)
     far = Far(tmp_path)
     far.read(*KEYS, *KEYS)
-    assert size(tmp_path) <= 10 * PIECE and not far.said
+    assert size(tmp_path) <= 10 * STORED and not far.said
     assert far.cache.bytes_read >= 2 * 9 * PIECE  # the space of those that were killed is used
     assert not list(tmp_path.rglob("*.tmp"))
 
