@@ -81,6 +81,7 @@ class ModuleBuffers(StepParticipant):
         self._leaves: dict[int, LeafBuffers] = {}  # by virtual worker
         # Whether what leaves left is read later; see `unread`.
         self._later = any(accelerator_of(own.home.device).asynchronous for own in self._own)
+        self._has_begun = False  # a step, which is neither committed nor undone
         self._changed: list[int] = []  # by some leaf of some member
         self._values: dict[int, torch.Tensor] = {}  # of these, combined
 
@@ -93,6 +94,7 @@ class ModuleBuffers(StepParticipant):
         """Begins a step. On a device, takes the buffers as the loop body left them, to be read with
         those of the leaves: the body must not change them."""
         self._step, self._changed, self._values = step, [], {}
+        self._has_begun = True
         self.attributes.begin()
         if self._later:
             self._leaves[_BODY] = self._take()
@@ -164,10 +166,18 @@ class ModuleBuffers(StepParticipant):
         for i, value in self._values.items():
             self._own[i].commit(value)
         self._leaves.clear()
+        self._has_begun = False
 
-    def undo(self, *, tried: bool = False) -> None:
-        """Restores the committed buffers and discards the step. `tried`: the trial micro-batch
-        before the first step just ran, which shows how large buffers are written."""
+    def undo(self) -> None:
+        """Discards the step. After its commit there is nothing to undo: what is in the modules then
+        is the loop body's."""
+        if self._has_begun:
+            self.restore()
+        self._has_begun = False
+
+    def restore(self, *, tried: bool = False) -> None:
+        """Restores the committed buffers and what a micro-batch has changed. `tried`: it was the
+        trial before the first step, which shows how large buffers are written."""
         self._changed, self._values = [], {}
         if tried:
             self.attributes.tried()

@@ -151,7 +151,7 @@ def _quietly(session: WorkerSession, model: torch.nn.Module) -> Iterator[torch.n
         for module, training in modes:
             module.training = training
         reshard(model)
-        session.transaction.leaves.buffers.undo()
+        session.transaction.leaves.buffers.restore()
 
 
 def _summary(results: Results) -> dict[str, float]:

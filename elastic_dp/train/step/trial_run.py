@@ -182,7 +182,7 @@ class TrialRun:
 
     def _undo(self, *, tried: bool = False) -> None:
         self._leaves.gradients.drop()
-        self._buffers.undo(tried=tried)
+        self._buffers.restore(tried=tried)
 
 
 def _warn(metrics: list[str], changing: list[str], say: Callable[[str], None]) -> None:

@@ -11,8 +11,8 @@ from torch import nn
 
 from elastic_dp.errors import ModelError
 from elastic_dp.train.state.module_attributes import ModuleAttributes
-from tests.runs import group, local, spec_of
-from tests.train.jobs import adamw, classifier, cross_entropy, loop
+from tests.runs import formed_of, group, local, resize, spec_of
+from tests.train.jobs import adamw, classifier, cross_entropy, hold, loop
 
 LATER = 93  # rows beyond this index are not in the first micro-batch
 
@@ -203,3 +203,19 @@ def test_observer_of_quantization_is_refused_before_the_first_step(enabled):
             local(job(2), train)
     else:
         local(job(2), train)
+
+
+def changes_in_the_body(ctx):
+    model, last = classifier(), 0.0
+    model.last, model.mask = last, torch.zeros(4)
+    for step in ctx.steps(model, adamw(model), cross_entropy):
+        assert model.last == float(model.mask[0]) == last
+        last = model.last = model.mask[0] = float(step.number)
+        hold(ctx, step)
+
+
+def test_what_a_body_has_changed_stays_when_the_group_changes_after_it():
+    """An attribute was what it had been before, and a tensor ended the run."""
+    spec = spec_of(steps=8, workers=1, virtual=6, config={"hold": dict.fromkeys(range(1, 7), 3)})
+    _, run = group(spec, changes_in_the_body, script=[resize(1, 3)])
+    assert len(formed_of(run)) > 1
