@@ -117,10 +117,14 @@ def by_its_library(kind, content):
         return columns_of((pa.ipc.open_file if is_file else pa.ipc.open_stream)(content).read_all())
     samples = {}
     with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as members:
-        for member in (m for m in members if m.isfile() and "." in m.name.strip(".")):
-            key, _, ending = member.name.partition(".")
+        for member in (m for m in members if m.isfile()):
+            folder, slash, file = member.name.rpartition("/")
+            if file.startswith(".") or "." not in file:  # no sample, as "././@PaxHeader"
+                continue
+            stem, _, ending = file.partition(".")
+            ending, key = ending.lower(), folder + slash + stem
             value = members.extractfile(member).read()
-            samples.setdefault(key, {"__key__": key})[ending.lower()] = (
+            samples.setdefault(key, {"__key__": key})[ending] = (
                 int(value) if ending == "cls" else value.decode() if ending == "txt" else value
             )
     names = {name for sample in samples.values() for name in sample}

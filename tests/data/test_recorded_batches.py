@@ -325,17 +325,6 @@ def pictures(folder: Path) -> None:
     to_parquet(folder / "rows", pa.table({"id": range(200), "picture": found}))
 
 
-@data_set(columns=["id", "half"])
-def types_that_differ_by_shard(folder: Path) -> None:
-    def write(path: Path, table: pa.Table) -> None:
-        if path.name.endswith("1"):
-            table = table.set_column(0, "id", table["id"].cast(pa.int16()))
-            table = table.set_column(1, "half", table["half"].cast(pa.float32()))
-        to_parquet(path, table)
-
-    shards(folder, 4, write)
-
-
 @data_set(shuffle="rows", columns=["at.x", "at.deep.y", "when", "price", "day"])
 def nested_and_times(folder: Path) -> None:
     ids = range(600)

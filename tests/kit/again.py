@@ -23,9 +23,10 @@ def again(test: Callable[..., None], marks: Any = (), **values: Iterable[Any]) -
 
     found = [dict(zip(values, some, strict=True)) for some in product(*values.values())]
     name = test.__name__.removeprefix("test_")
+    named = [[getattr(x, "__name__", str(x)) for x in given.values()] for given in found]
     return [
-        pytest.param(bound(g), id="-".join([name, *map(str, g.values())]), marks=marks)
-        for g in found
+        pytest.param(bound(given), id="-".join([name, *words]), marks=marks)
+        for given, words in zip(found, named, strict=True)
     ]
 
 
