@@ -58,7 +58,8 @@ def test_wheel_trains_the_digits(installed, tmp_path):
     assert float(re.search(r"test accuracy ([\d.]+)%", said).group(1)) > 90
     alone = run(installed / "python", script, *words, "--name", "b", "--local", cwd=tmp_path)
     assert said.splitlines()[-1] == alone.splitlines()[-1]  # the digest of the weights
-    listed = run(installed / "elastic-dp", "list", "--storage-path", "runs", "--json", cwd=tmp_path)
+    words = ("status", "--storage-path", "runs", "--json")
+    listed = run(installed / "elastic-dp", *words, cwd=tmp_path)
     assert {one["name"] for one in json.loads(listed)} == {"a", "b"}
 
 
@@ -78,11 +79,30 @@ def test_commands_of_the_quick_start_run_in_a_clean_copy(target, said, installed
     assert re.search(said, run("make", target, cwd=source, HOME=str(source)))
 
 
-def test_job_of_the_first_page_runs_as_it_stands(installed, tmp_path):
-    (job,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    (tmp_path / "mine.py").write_text(job)
+BEFORE = """
+import torch
+import elastic_dp
+
+MyModel = lambda: torch.nn.Linear(4, 3)
+rows = torch.Generator().manual_seed(0)
+dataset = torch.utils.data.TensorDataset(
+    torch.randn(512, 4, generator=rows), torch.randint(3, (512,), generator=rows)
+)
+
+def loss_fn(model, batch):
+    x, y = batch
+    return torch.nn.functional.cross_entropy(model(x), y)
+"""
+
+
+def test_job_of_the_first_page_runs_on_processors(installed, tmp_path):
+    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    job = "\n".join(line[1:] for line in diff.splitlines() if line.startswith("+"))
+    job = job.replace('"GPU": 1', '"CPU": 1').replace("\nelastic_dp.", "\nresult = elastic_dp.")
+    job += "\nprint(result.step, result.weights_sha256)"
+    (tmp_path / "mine.py").write_text(f"{BEFORE}\n{job}\n")
     home = {"HOME": str(tmp_path)}
     said = run(installed / "python", "mine.py", cwd=tmp_path, **home)
-    assert re.fullmatch(r"200 [0-9a-f]{64}\n", said.splitlines(keepends=True)[-1])
+    assert re.fullmatch(r"4 [0-9a-f]{64}\n", said.splitlines(keepends=True)[-1])
     again = run(installed / "python", "mine.py", cwd=tmp_path, **home)  # its stored result
     assert again.splitlines()[-1] == said.splitlines()[-1]

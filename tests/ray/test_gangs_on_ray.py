@@ -106,6 +106,6 @@ def test_loss_of_a_process_costs_its_worker_and_nothing_else(tmp_path):
     loaded = result.load_state()
     assert {name: tuple(t.shape) for name, t in loaded.model.items()} == shapes
     with pytest.warns(UserWarning, match="max_steps is"):
-        longer = gangs(tmp_path, "kill", 1, steps=result.step + 5).fit()
+        longer = gangs(tmp_path, "kill", 1, steps=result.step + 5, body_s=0.3).fit()
     calm = gangs(tmp_path, "calm", 1, steps=result.step + 5).fit()
     assert longer.weights_sha256 == calm.weights_sha256

@@ -64,7 +64,7 @@ INSTANTS = [
     *(f"{name}{when}" for name in DONE if name not in ASKED for when in ("", " ended")),
     *(p for p in POINTS if p not in (*WHERE_SHARDED, "restoring", "sharing")),
 ]
-EARLY = ("forming", "sending_state", "receiving_state", "begin_join", "start")
+EARLY = ("forming", "sending_state", "receiving_state", "begin_join", "start", "forget")
 
 
 def job(steps=ENDLESS, virtual=4, workers=2, **options):
